@@ -1,0 +1,1 @@
+"""Nouns that every room shares. Imports nothing of Phloem, and no torch."""

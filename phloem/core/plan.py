@@ -1,0 +1,99 @@
+"""The step plan: what one forward pass computes, decided by the control plane alone.
+
+A worker executes plans in the order in which they were submitted, one at a time. So a page freed
+in plan k may be given away in plan k+1: step k has finished with it by then.
+
+Rows. A running request owns one *row* of the worker's tables (0 <= row < max_running) from its
+`RowInit` to its release; the row holds the request's page table, sampling state and last sampled
+token. A plan may carry a row whose request has ended meanwhile: its result is ignored (`serial`
+tells), its writes land in pages that only later plans may reuse.
+
+Order inside one step: `released`, `freed_pages` (tests fill them with NaN), `admitted`,
+`table_updates`, then the forward pass over `rows`, then sampling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phloem.core.refs import NO_REFS, PageRefs
+from phloem.core.request import SamplingParams, TokenLogprob
+
+__all__ = ["PageTableUpdate", "RowInit", "RowPlan", "RowResult", "StepPlan", "StepResult"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowInit:
+    """A request takes a row. `tokens`: prompt and, after a retraction, what it had generated."""
+
+    row: int
+    serial: int  # unique per admission: tells a late result of the row's former tenant
+    sampling: SamplingParams
+    seed: int  # the request's own, or one drawn by the scheduler
+    stop_ids: tuple[int, ...]  # ids that end it (EOS included unless ignore_eos); for min_tokens
+    tokens: bytes
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageTableUpdate:
+    """From now on pages first_page ... first_page + len(refs) - 1 of the row's table are `refs`."""
+
+    row: int
+    first_page: int
+    refs: PageRefs  # (n,) int64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPlan:
+    """Tokens of one request to compute: absolute positions start ... start + count - 1.
+
+    `tokens` None means a future: the row's last sampled token, still unknown here (count == 1).
+    `sample`: choose the next token from the last position's logits, put it into the row's token
+    buffer, and report it. It is output number `output_index` of its request (for seeds and
+    min_tokens).
+    """
+
+    row: int
+    serial: int
+    start: int
+    count: int
+    tokens: bytes | None
+    sample: bool
+    output_index: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One forward pass over a ragged batch of prefill chunks and decodes."""
+
+    step: int
+    rows: tuple[RowPlan, ...]
+    admitted: tuple[RowInit, ...] = ()
+    table_updates: tuple[PageTableUpdate, ...] = ()
+    released: tuple[int, ...] = ()
+    freed_pages: PageRefs = NO_REFS
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowResult:
+    """The outcome of one sampled row. `error`: this row failed (e.g. NaN logits), others did not."""
+
+    row: int
+    serial: int
+    token: int = -1
+    logprob: TokenLogprob | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a worker reports of a finished step; one RowResult for each row with `sample`."""
+
+    step: int
+    rows: tuple[RowResult, ...]
+    compute_s: float = 0.0

@@ -1,0 +1,41 @@
+"""Snapshots of the engine's counters: what `/metrics`, `/server_info` and benches read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from phloem.core.request import CachedTokens
+
+__all__ = ["CacheStats", "EngineStats"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheStats:
+    """The prefix cache. Pages: free + evictable + locked = total at every moment."""
+
+    page_size: int
+    total_pages: int
+    free_pages: int
+    evictable_pages: int  # committed, and no running request holds them
+    locked_pages: int  # held by running requests: committed or being computed
+    nodes: int
+    evicted_pages_total: int = 0
+    evicted_then_requested_pages_total: int = 0  # found among the ghosts by a later request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """The loop and the scheduler. Counters (`*_total`) only grow."""
+
+    running: int
+    queued: int
+    cache: CacheStats
+    steps_total: int = 0
+    prompt_tokens_total: int = 0  # of requests at first admission
+    cached_tokens_total: CachedTokens = field(default_factory=CachedTokens)
+    generated_tokens_total: int = 0
+    recomputed_tokens_total: int = 0  # computed again after a retraction; never counted as hits
+    retractions_total: int = 0
+    refused_total: int = 0
+    finished_total: tuple[tuple[str, int], ...] = ()  # (FinishReason.value, count)
+    compute_s_total: float = 0.0  # time spent inside steps

@@ -1,0 +1,74 @@
+"""KV specs: the one place that knows attention kinds and KV dtypes.
+
+Everything above sees pages, components (described by their retention) and bytes per page.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from phloem.core.errors import ConfigError
+
+__all__ = ["AttentionKind", "ComponentSpec", "KVDtype", "KVSpec"]
+
+
+class AttentionKind(enum.Enum):
+    """How a layer's state is shaped. GQA covers MHA (groups of one) and MQA (one group)."""
+
+    GQA = "gqa"
+
+
+class KVDtype(enum.Enum):
+    """How an element of K or V is stored."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+    @property
+    def num_bytes(self) -> int:
+        return {KVDtype.FP32: 4, KVDtype.BF16: 2}[self]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentSpec:
+    """A kind of cached state with its own life on the same tokens.
+
+    `retention` is the number of last tokens that later tokens may read, the token itself included;
+    None means all of them.
+    """
+
+    name: str
+    retention: int | None
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVSpec:
+    """The KV state of one component's layers, all alike."""
+
+    kind: AttentionKind
+    dtype: KVDtype
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "page_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's K and V over all layers and heads."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.num_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers and heads."""
+        return self.token_bytes * self.page_size
+
+    def component(self) -> ComponentSpec:
+        """What the control plane may know of it."""
+        return ComponentSpec(name="full", retention=None, num_layers=self.num_layers)
