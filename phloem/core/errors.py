@@ -7,7 +7,7 @@ PhloemError
 |   |-- NotFound         404  an unknown model, route or request
 |   |-- Unprocessable    422  a body that cannot be parsed
 |   `-- Overloaded       503  draining, or the queue is full: the same request may pass later
-|-- ConfigError               a setting or a checkpoint that cannot be used; the CLI prints it, exit code 2
+|-- ConfigError               a setting or checkpoint that cannot be used; CLI: exit code 2
 |-- NoRoom                    the cache cannot hold it now; the caller waits, evicts or retracts
 `-- EngineDead                the engine process ended; nothing more will be answered
 """

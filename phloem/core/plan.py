@@ -81,7 +81,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowResult:
-    """The outcome of one sampled row. `error`: this row failed (e.g. NaN logits), others did not."""
+    """The outcome of one sampled row. `error`: only this row failed (e.g. NaN logits)."""
 
     row: int
     serial: int

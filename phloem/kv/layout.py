@@ -61,7 +61,8 @@ class PageLayout:
     def __post_init__(self) -> None:
         if self.num_head_groups < 1 or self.spec.num_kv_heads % self.num_head_groups:
             raise ConfigError(
-                f"{self.num_head_groups} head groups do not divide {self.spec.num_kv_heads} KV heads"
+                f"{self.num_head_groups} head groups do not divide "
+                f"{self.spec.num_kv_heads} KV heads"
             )
 
     @property

@@ -1,0 +1,1 @@
+"""Joins both wings: processes, IPC, tokenizer and detokenizer, the asynchronous engine, `LLM`."""
