@@ -1,0 +1,21 @@
+"""Settings as frozen dataclasses by concern; flags and YAML keys are derived from them."""
+
+from __future__ import annotations
+
+from phloem.config.options import (
+    CacheOptions,
+    Config,
+    ModelOptions,
+    RuntimeOptions,
+    SchedulerOptions,
+    ServerOptions,
+)
+
+__all__ = [
+    "CacheOptions",
+    "Config",
+    "ModelOptions",
+    "RuntimeOptions",
+    "SchedulerOptions",
+    "ServerOptions",
+]

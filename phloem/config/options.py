@@ -1,0 +1,175 @@
+"""Every setting of a server, by concern. Flags, YAML keys and help are derived from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from phloem.config.setting import setting, validate
+from phloem.config.units import parse_bytes
+from phloem.core.errors import ConfigError
+
+__all__ = [
+    "CacheOptions",
+    "Config",
+    "ModelOptions",
+    "RuntimeOptions",
+    "SchedulerOptions",
+    "ServerOptions",
+]
+
+# Tokens a page on each device: small where sharing is worth more than long copies.
+DEFAULT_PAGE_SIZE = {"cpu": 16, "cuda": 64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """What is served, and in which form."""
+
+    model: str = setting(
+        "",
+        "Hugging Face folder, .gguf file, or the name smollm2",
+        positional=True,
+    )
+    dtype: Literal["auto", "fp32", "bf16"] = setting(
+        "auto",
+        "type of weights, activations and KV; auto takes the checkpoint's",
+        spellings={"float32": "fp32", "float": "fp32", "bfloat16": "bf16"},
+    )
+    device: Literal["cpu", "cuda"] = setting("cpu", "where the model runs")
+    served_model_name: str | None = setting(
+        None, "name that requests use; default: the last part of MODEL"
+    )
+    max_model_len: int | None = setting(
+        None,
+        "longest prompt + answer in tokens; default: the model's own limit",
+        low=1,
+        aliases=("context-length",),
+    )
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    """The paged KV cache and its prefix tree."""
+
+    page_size: int | None = setting(
+        None,
+        "tokens a page; default: 16 on cpu, 64 on cuda",
+        low=1,
+        high=1024,
+        aliases=("block-size",),
+    )
+    num_pages: int | None = setting(
+        None, "pages of the device pool; default: as many as --kv-memory holds", low=1
+    )
+    kv_memory: str = setting("auto", "memory of the device pool, such as 4GB, or auto")
+    prefix_cache: bool = setting(
+        True, "reuse the KV of prefixes seen before", aliases=("enable-prefix-caching",)
+    )
+    eviction_policy: Literal["lru"] = setting(
+        "lru", "which cached pages go first when room is needed"
+    )
+
+    def __post_init__(self) -> None:
+        validate(self)
+        if self.kv_memory != "auto":
+            parse_bytes(self.kv_memory)
+            if self.num_pages is not None:
+                raise ConfigError(
+                    f"--num-pages {self.num_pages} and --kv-memory {self.kv_memory} contradict "
+                    "each other: give one of them"
+                )
+
+    @property
+    def kv_memory_bytes(self) -> int | None:
+        """The memory asked for, or None for auto."""
+        return None if self.kv_memory == "auto" else parse_bytes(self.kv_memory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOptions:
+    """Which requests run together, and in what order."""
+
+    schedule_policy: Literal["lpm", "fcfs", "hrrn", "routing_key"] = setting(
+        "lpm",
+        "order of the queue: longest cached prefix, first come, response ratio, routing key",
+        spellings={"routing-key": "routing_key"},
+    )
+    max_prefill_tokens: int = setting(
+        16384, "prompt tokens computed in one step; longer prompts go in chunks", low=1
+    )
+    max_running: int = setting(
+        64,
+        "requests that run at the same time",
+        low=1,
+        high=4096,
+        aliases=("max-running-requests", "max-num-seqs"),
+    )
+    max_queued: int = setting(
+        4096,
+        "requests that may wait; more are refused with 503",
+        low=1,
+        aliases=("max-queued-requests",),
+    )
+    overlap: bool = setting(True, "plan the next step while the current one runs")
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """The HTTP server."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8000, "port to listen on", low=0, high=65535)
+    api_key: str | None = setting(
+        None,
+        "key that clients must send as a bearer token; or set PHLOEM_API_KEY",
+        secret=True,
+    )
+    drain_timeout_s: float = setting(
+        30.0, "seconds that running requests get to finish after SIGTERM", low=0
+    )
+
+    def __post_init__(self) -> None:
+        validate(self)
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
+            raise ConfigError("--api-key must be non-empty ASCII text")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeOptions:
+    """The process itself."""
+
+    threads: int = setting(0, "CPU threads of the model; 0: one per usable core", low=0, high=1024)
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "how much is logged")
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """All settings of a server. Raises ConfigError if two of them contradict each other."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    server: ServerOptions = field(default_factory=ServerOptions)
+    runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
+
+    def __post_init__(self) -> None:
+        budget = self.scheduler.max_prefill_tokens
+        if budget < self.page_size:
+            raise ConfigError(
+                f"--max-prefill-tokens {budget} is less than one page of {self.page_size} tokens"
+            )
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page, with the default of the device."""
+        return self.cache.page_size or DEFAULT_PAGE_SIZE[self.model.device]
