@@ -8,7 +8,6 @@
 #
 # Needs Python >= 3.11 with venv; pip obeys its own variables (PIP_INDEX_URL and so on).
 
-SHELL := /bin/bash
 VENV  := .venv
 BIN   := $(VENV)/bin
 MODEL := smollm2
@@ -41,7 +40,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports --no-cache
+	$(BIN)/lint-imports --no-cache --no-logo
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -49,7 +48,7 @@ clean:
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Phloem needs Python 3.11 or newer, with venv." >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(VENV)/.torch: | $(BIN)/python
 	@echo "Installing PyTorch, by far the largest part ..."

@@ -1,0 +1,1 @@
+"""Measurements: a table for people and, as the last line, one JSON document for machines."""

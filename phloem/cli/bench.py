@@ -1,0 +1,169 @@
+"""`phloem bench tree | sched | serve | prefix`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from phloem.bench.client import Answer, Client
+from phloem.bench.local_server import local_server
+from phloem.bench.prefix import PrefixOptions, num_steps, run_prefix
+from phloem.bench.report import Result, print_report, results_from
+from phloem.bench.serve import (
+    MAX_SHOWN_ERRORS,
+    LoadOptions,
+    LoadReport,
+    TargetOptions,
+    num_requests,
+    run_load,
+)
+from phloem.cli.screen import progress_bar
+from phloem.config.flags import FlagParser, add_settings, build_settings, given_settings
+from phloem.config.setting import did_you_mean
+from phloem.core.errors import ConfigError
+
+__all__ = ["run"]
+
+_HELP = """\
+usage: phloem bench WHAT [flags]
+
+  serve    load any OpenAI-compatible server: latency, throughput, hit rate of this run
+  prefix   what a cached prefix is worth: second turn against cold, and the throughput baseline
+  tree     the prefix tree alone
+  sched    a scheduler step alone
+
+Every bench prints a table (stderr) and, as the last line of stdout, one JSON document.
+
+examples:
+  phloem bench serve --workload shared-prefix --clients 8 --requests 200
+  phloem bench serve --url http://127.0.0.1:9000 --workload multi-turn --rate 2.5
+  phloem bench serve --workload trace --trace conversation.jsonl --prompts tokens
+  phloem bench prefix --model smollm2 --serve-flags "--dtype bf16"
+  phloem bench tree --quick | tail -1 | python3 -m json.tool
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one bench and print its report."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_HELP, end="")
+        return 0 if argv else 2
+    benches: dict[str, Callable[[Sequence[str]], int]] = {
+        "serve": _serve,
+        "prefix": _prefix,
+        "tree": lambda words: _micro("tree", words),
+        "sched": lambda words: _micro("sched", words),
+    }
+    if argv[0] not in benches:
+        near = did_you_mean(argv[0], benches)
+        raise ConfigError(f"there is no bench {argv[0]!r}{near} ({', '.join(benches)})")
+    return benches[argv[0]](argv[1:])
+
+
+def _micro(name: str, argv: Sequence[str]) -> int:
+    """A bench that needs no server: `phloem.bench.NAME.run`."""
+    parser = FlagParser(prog=f"phloem bench {name}")
+    parser.add_argument("--quick", action="store_true", help="fewer samples")
+    args = parser.parse_args(argv)
+    module = importlib.import_module(f"phloem.bench.{name}")
+    document: dict[str, Any] = module.run(quick=args.quick)
+    print_report(document["bench"], results_from(document))
+    return 0
+
+
+def _serve(argv: Sequence[str]) -> int:
+    parser = FlagParser(
+        prog="phloem bench serve",
+        usage="phloem bench serve [flags]",
+        description="Load a server with a seeded workload, in a closed or an open loop.",
+    )
+    add_settings(parser, TargetOptions, title="target")
+    add_settings(parser, LoadOptions, title="load")
+    given = given_settings(parser.parse_args(argv))
+    target = build_settings(TargetOptions, given)
+    options = build_settings(LoadOptions, given)
+    report, model = asyncio.run(_load(target, options))
+    _print_errors(report)
+    print_report(
+        "serve",
+        report.results(),
+        facts={"target": {"url": target.url, "model": model}, "load": _facts(options)},
+    )
+    return 0 if report.good else 1
+
+
+async def _load(target: TargetOptions, options: LoadOptions) -> tuple[LoadReport, str]:
+    async with Client(target.url, api_key=target.api_key) as client:
+        model = target.model or await client.first_model()
+        with progress_bar() as bar:
+            task = bar.add_task(options.workload, total=num_requests(options))
+
+            def on_answer(_: Answer) -> None:
+                bar.advance(task)
+
+            return await run_load(client, model, options, on_answer=on_answer), model
+
+
+def _facts(options: Any) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in options.__dataclass_fields__}
+
+
+def _print_errors(report: LoadReport) -> None:
+    for line in report.errors[:MAX_SHOWN_ERRORS]:
+        print(f"request failed: {line}", file=sys.stderr)
+    if len(report.errors) > MAX_SHOWN_ERRORS:
+        print(f"... and {len(report.errors) - MAX_SHOWN_ERRORS} more", file=sys.stderr)
+
+
+def _prefix(argv: Sequence[str]) -> int:
+    parser = FlagParser(
+        prog="phloem bench prefix",
+        usage="phloem bench prefix [--url URL | --model MODEL --serve-flags '...'] [flags]",
+        description="Time a second turn on a cached prefix against a cold prompt of equal length.",
+    )
+    target = parser.add_argument_group("target", "A running server, or one of our own.")
+    target.add_argument("--url", help="a running server (default: start one)")
+    target.add_argument(
+        "--model", default=None, help="model to start, or its name at --url (default: smollm2)"
+    )
+    target.add_argument("--api-key", default=None, help="bearer token to send to --url")
+    target.add_argument(
+        "--serve-flags", default="", help="flags of the server to start, in one argument"
+    )
+    add_settings(parser, PrefixOptions, title="sizes")
+    args = parser.parse_args(argv)
+    options = build_settings(PrefixOptions, given_settings(args))
+    with _target_url(args.url, args.model, args.serve_flags) as url:
+        results = asyncio.run(_measure_prefix(url, args, options))
+    print_report("prefix", results, facts={"sizes": _facts(options), "flags": args.serve_flags})
+    return 0
+
+
+@contextlib.contextmanager
+def _target_url(url: str | None, model: str | None, serve_flags: str) -> Iterator[str]:
+    if url is not None:
+        if serve_flags:
+            raise ConfigError("--serve-flags are for a server of our own; leave out --url")
+        yield url
+        return
+    print("starting a server ...", file=sys.stderr)
+    with local_server(model or "smollm2", serve_flags.split()) as own:
+        yield own
+
+
+async def _measure_prefix(url: str, args: Any, options: PrefixOptions) -> list[Result]:
+    async with Client(url, api_key=args.api_key) as client:
+        # A server of our own has one name; a foreign one may have several.
+        asked = args.model if args.url is not None else None
+        model = asked or await client.first_model()
+        with progress_bar() as bar:
+            task = bar.add_task("prefix", total=num_steps(options))
+
+            def on_step(name: str) -> None:
+                bar.update(task, description=name, advance=1)
+
+            return await run_prefix(client, model, options, on_step=on_step)
