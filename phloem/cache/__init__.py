@@ -1,0 +1,21 @@
+"""The prefix cache: one radix tree of pages, matched, reserved, committed and evicted."""
+
+from __future__ import annotations
+
+from phloem.cache.eviction import EVICTION_POLICIES, EvictionPolicy
+from phloem.cache.invariants import check_invariants
+from phloem.cache.match import Match
+from phloem.cache.prefix_cache import PrefixCache
+from phloem.cache.reservation import PagesChanged, Reservation
+from phloem.cache.state import CacheState
+
+__all__ = [
+    "EVICTION_POLICIES",
+    "CacheState",
+    "EvictionPolicy",
+    "Match",
+    "PagesChanged",
+    "PrefixCache",
+    "Reservation",
+    "check_invariants",
+]

@@ -1,0 +1,55 @@
+"""Ghosts: a bounded memory of evicted pages, to tell what went too early."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+
+from phloem.cache.chain import Hasher
+
+__all__ = ["Ghosts"]
+
+
+class Ghosts:
+    """Content keys of the last evicted pages. The oldest are forgotten first."""
+
+    __slots__ = ("_keys", "capacity", "recalled_pages")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.recalled_pages = 0
+        self._keys: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def keys(self) -> list[int]:
+        """The keys held, oldest first."""
+        return list(self._keys)
+
+    def remember(self, packed_keys: bytes) -> None:
+        """Pages were evicted."""
+        keys = self._keys
+        for key in array("Q", packed_keys):
+            keys[key] = None
+        while len(keys) > self.capacity:
+            keys.popitem(last=False)
+
+    def recall(
+        self, hasher: Hasher, key: bytes, tokens: bytes, start: int, end: int, page_bytes: int
+    ) -> int:
+        """Count, and forget, how many pages of tokens[start:end], from the first on, were evicted.
+
+        `key` is the content key of the page before them.
+        """
+        keys = self._keys
+        count = 0
+        for offset in range(start, end, page_bytes):
+            key = hasher(key + tokens[offset : offset + page_bytes])
+            number = int.from_bytes(key, "little")
+            if number not in keys:
+                break
+            del keys[number]
+            count += 1
+        self.recalled_pages += count
+        return count

@@ -1,0 +1,222 @@
+"""The leader: turns wishes into commands, and is the only one who decides anything.
+
+`Leader` knows the eviction policy, the ghosts and the placement; `CacheState` knows none of them.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from phloem.cache.eviction import EvictionPolicy
+from phloem.cache.ghosts import Ghosts
+from phloem.cache.match import Match
+from phloem.cache.node import REF_BYTES, Node
+from phloem.cache.placement import PlacementPolicy
+from phloem.cache.reservation import Reservation
+from phloem.cache.state import CacheState
+from phloem.core.errors import NoRoom
+from phloem.replica import (
+    Alloc,
+    Append,
+    CommandLog,
+    Detach,
+    Evict,
+    Free,
+    Insert,
+    Lock,
+    Merge,
+    Split,
+    Unlock,
+)
+
+__all__ = ["Leader"]
+
+# A leaf is lengthened in place while that copies little; what grows beyond is joined at close.
+APPEND_BYTES = 16 * 1024
+
+
+class Leader:
+    """Decides, writes commands, and keeps the policy told. One per cache."""
+
+    __slots__ = (
+        "_freed",
+        "evicted_pages",
+        "ghosts",
+        "log",
+        "placement",
+        "policy",
+        "record_freed",
+        "reservations",
+        "state",
+        "tree",
+    )
+
+    def __init__(
+        self,
+        state: CacheState,
+        *,
+        policy: EvictionPolicy,
+        placement: PlacementPolicy,
+        ghosts: Ghosts,
+        record_freed: bool,
+    ) -> None:
+        self.state = state
+        self.tree = state.tree
+        self.log = CommandLog(state)
+        self.policy = policy
+        self.placement = placement
+        self.ghosts = ghosts
+        self.record_freed = record_freed
+        self.evicted_pages = 0
+        self.reservations: set[Reservation] = set()  # open now; never iterated to decide anything
+        self._freed: list[bytes] = []
+
+    # -- reservations ------------------------------------------------------------------------
+
+    def opened(self, reservation: Reservation) -> Reservation:
+        """Keep track of an open reservation, and return it."""
+        self.reservations.add(reservation)
+        return reservation
+
+    def closed(self, reservation: Reservation) -> None:
+        """Forget a reservation."""
+        self.reservations.discard(reservation)
+
+    def recall(self, match: Match) -> None:
+        """Count the pages right after the match that were cached once."""
+        tree = self.tree
+        start = match.num_pages * tree.page_bytes
+        if start < match.end:
+            key = tree.chain_key(match.node, match.node_pages, match.namespace)
+            self.ghosts.recall(tree.hasher, key, match.tokens, start, match.end, tree.page_bytes)
+
+    # -- room --------------------------------------------------------------------------------
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that nobody uses, over all owners."""
+        return sum(allocator.num_free for allocator in self.state.allocators)
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages in the tree that nobody locks: all of them can be had, leaf by leaf."""
+        return self.tree.total_pages - self.tree.locked_pages
+
+    def unlocked_on_path(self, match: Match) -> int:
+        """How many evictable pages a lock on the match would take away."""
+        node, pages, total = match.node, match.node_pages, 0
+        while not node.locks and node.parent is not None:
+            total += pages
+            node = node.parent
+            pages = len(node.refs) // REF_BYTES
+        return total
+
+    def allocate(self, first_page: int, num_pages: int) -> bytes:
+        """Take pages, evicting as many as are missing. Raises NoRoom and changes nothing else."""
+        missing = num_pages - self.free_pages
+        if missing > 0:
+            evictable = self.evictable_pages
+            if missing > evictable:
+                raise NoRoom(
+                    f"{num_pages} pages asked, {num_pages - missing} free and {evictable} evictable"
+                )
+            self.evict(missing)
+        owners = self.placement.owners(first_page, num_pages)
+        if len(owners) == 1:
+            return cast(bytes, self.log.append(Alloc(owners[0][0], num_pages)))
+        return b"".join([self.log.append(Alloc(owner, n)) for owner, n in owners])
+
+    def evict(self, num_pages: int) -> int:
+        """Evict up to `num_pages` unlocked pages; returns how many."""
+        victims = self.policy.victims(num_pages)
+        if not victims:
+            return 0
+        tree = self.tree
+        last = tree.nodes[victims[-2]]
+        whole = last.num_pages == victims[-1]
+        refs, keys = self.log.append(Evict(tuple(victims)))
+        num_gone = len(victims) // 2 - (not whole)
+        self.policy.evicted(victims[: 2 * num_gone : 2])
+        self.ghosts.remember(keys)
+        self._note_freed(refs)
+        num_evicted = len(refs) // REF_BYTES
+        self.evicted_pages += num_evicted
+        return num_evicted
+
+    def free(self, refs: bytes) -> None:
+        """Give back pages that are not in the tree."""
+        self.log.append(Free(refs))
+        self._note_freed(refs)
+
+    def take_freed(self) -> bytes:
+        """Packed refs of all pages freed since the last call, if they are recorded."""
+        freed = b"".join(self._freed)
+        self._freed.clear()
+        return freed
+
+    # -- tree --------------------------------------------------------------------------------
+
+    def lock(self, node: Node, above: Node) -> None:
+        """Lock the path from `node` up to, without, `above`."""
+        fresh = self.log.append(Lock(node.id, above.id))
+        if fresh:
+            self.policy.locked(fresh)
+
+    def unlock(self, node: Node) -> None:
+        """Unlock the path from `node` to the root, then join a private run that ends in it."""
+        idle, refs = self.log.append(Unlock(node.id))
+        if refs:
+            self._note_freed(refs)
+        if idle:
+            self.policy.unlocked(idle)
+        if not node.detached:
+            self._join(node)
+
+    def split(self, node: Node, num_pages: int) -> Node:
+        """Cut a node in two; returns the upper one."""
+        upper = cast(Node, self.log.append(Split(node.id, num_pages)))
+        if not upper.locks:
+            self.policy.unlocked((upper,))
+        return upper
+
+    def grow(self, node: Node, namespace: bytes, tokens: bytes, refs: bytes) -> Node:
+        """Add pages after `node`, which the caller locks. Returns where its lock is now."""
+        if (
+            node.locks == 1
+            and not node.children
+            and len(node.key) <= max(APPEND_BYTES, len(tokens))
+            and node is not self.tree.root
+        ):
+            self.log.append(Append(node.id, tokens, refs))
+            return node
+        return cast(Node, self.log.append(Insert(node.id, namespace, tokens, refs)))
+
+    def flush(self) -> int:
+        """Evict all that can be, make the rest unfindable; returns the pages still in use."""
+        self.evict(self.evictable_pages)
+        self.log.append(Detach())
+        for reservation in self.reservations:
+            reservation.stop_sharing()
+        return sum(a.capacity - a.num_free for a in self.state.allocators)
+
+    def _join(self, node: Node) -> None:
+        # Only what the leaving request has walked: all of it is equally recent, so that one
+        # place in the order of eviction stands for the whole run.
+        parent = node.parent
+        count = 0
+        while (
+            parent is not None
+            and parent.parent is not None
+            and parent.locks == node.locks
+            and len(parent.children) == 1
+        ):
+            count += 1
+            parent = parent.parent
+        if count:
+            gone = self.log.append(Merge(node.id, count))
+            if not node.locks:
+                self.policy.locked(gone)
+
+    def _note_freed(self, refs: bytes) -> None:
+        if self.record_freed:
+            self._freed.append(refs)

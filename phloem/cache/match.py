@@ -1,0 +1,65 @@
+"""What is cached of a prompt: the answer to a question, owning nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from phloem.cache.node import REF_BYTES, Node
+from phloem.core.refs import NO_REFS, PageRefs
+from phloem.core.tokens import TOKEN_BYTES
+
+__all__ = ["Match"]
+
+
+class Match:
+    """The longest committed prefix, as of `epoch`. Holds no lock: it may be out of date later.
+
+    `node` is the last node reached and `node_pages` how many of its pages match; `end` is how far
+    (in bytes of `tokens`) the question went. For the cache, all of these are opaque to callers.
+    """
+
+    __slots__ = (
+        "end",
+        "epoch",
+        "namespace",
+        "node",
+        "node_pages",
+        "num_pages",
+        "num_tokens",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        namespace: bytes,
+        tokens: bytes,
+        end: int,
+        found: tuple[Node, int, int],
+        page_bytes: int,
+        epoch: int,
+    ) -> None:
+        self.namespace = namespace
+        self.tokens = tokens
+        self.end = end
+        self.node, self.node_pages, matched = found
+        self.num_tokens = matched // TOKEN_BYTES
+        self.num_pages = matched // page_bytes
+        self.epoch = epoch
+
+    def packed_refs(self) -> bytes:
+        """The refs of the matched pages in order, packed. Valid while the match is."""
+        node = self.node
+        if not self.node_pages:
+            return b""
+        parts = [node.refs[: self.node_pages * REF_BYTES]]
+        parent = node.parent
+        while parent is not None:
+            parts.append(parent.refs)
+            parent = parent.parent
+        parts.reverse()
+        return b"".join(parts)
+
+    def refs(self) -> PageRefs:
+        """The pages, int64 (num_pages,), read-only. Valid while the match is."""
+        packed = self.packed_refs()
+        return np.frombuffer(packed, dtype=np.int64) if packed else NO_REFS

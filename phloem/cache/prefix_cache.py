@@ -1,0 +1,177 @@
+"""The prefix cache as the scheduler sees it: match, reserve, commit, abort, evict.
+
+match(tokens) --> Match --reserve--> Reservation --commit--> ... --close-->
+ (asks)                 (locks, allocates)     (tree grows)      (unlocks, frees)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from phloem.cache.chain import Hasher, default_hasher
+from phloem.cache.components import FULL, Component
+from phloem.cache.eviction import make_eviction_policy
+from phloem.cache.ghosts import Ghosts
+from phloem.cache.leader import Leader
+from phloem.cache.match import Match
+from phloem.cache.placement import OneOwner
+from phloem.cache.reservation import Reservation
+from phloem.cache.state import CacheState
+from phloem.core.errors import ConfigError, NoRoom
+from phloem.core.refs import NO_REFS, PageRefs
+from phloem.core.stats import CacheStats
+
+__all__ = ["PrefixCache"]
+
+MAX_GHOSTS = 1 << 16
+
+
+class PrefixCache:
+    """Pages of all requests, past and running, by their tokens.
+
+    Every change is a command in `leader.log`; `state` is what a follower has a copy of.
+    """
+
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        num_pages: tuple[int, ...],
+        eviction: str = "lru",
+        enabled: bool = True,
+        record_freed: bool = False,
+        components: tuple[Component, ...] = (FULL,),
+        hasher: Hasher = default_hasher,
+    ) -> None:
+        if page_size < 1:
+            raise ConfigError(f"page_size must be at least 1, got {page_size}")
+        if len(num_pages) != 1:
+            raise ConfigError(f"one owner of pages is supported, got {len(num_pages)}")
+        if num_pages[0] < 1:
+            raise ConfigError(f"num_pages must be at least 1, got {num_pages[0]}")
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.enabled = enabled
+        self.total_pages = sum(num_pages)
+        self.state = CacheState(page_size, num_pages, components=components, hasher=hasher)
+        self.leader = Leader(
+            self.state,
+            policy=make_eviction_policy(eviction),
+            placement=OneOwner(),
+            ghosts=Ghosts(min(self.total_pages, MAX_GHOSTS)),
+            record_freed=record_freed,
+        )
+        self._tree = self.state.tree
+        self._page_bytes = self._tree.page_bytes
+
+    # -- asking ------------------------------------------------------------------------------
+
+    def match(self, namespace: bytes, tokens: bytes, max_pages: int | None = None) -> Match:
+        """The longest committed prefix of whole pages. Changes nothing, locks nothing."""
+        page_bytes = self._page_bytes
+        end = len(tokens) // page_bytes * page_bytes
+        if max_pages is not None:
+            end = min(end, max_pages * page_bytes)
+        tree = self._tree
+        found = tree.find(namespace, tokens, end if self.enabled else 0)
+        return Match(namespace, tokens, end, found, page_bytes, tree.epoch)
+
+    def can_reserve(self, match: Match, num_new_pages: int) -> bool:
+        """Whether `reserve` would succeed now."""
+        match, num_new_pages = self._refresh(match, num_new_pages)
+        leader = self.leader
+        room = leader.free_pages + leader.evictable_pages
+        if num_new_pages > room:
+            return False
+        return num_new_pages <= room - leader.unlocked_on_path(match)
+
+    # -- changing ----------------------------------------------------------------------------
+
+    def reserve(self, match: Match, num_new_pages: int, *, share: bool = True) -> Reservation:
+        """Lock what matched and allocate `num_new_pages` more, evicting others' if needed.
+
+        The table covers match.num_pages + num_new_pages pages. If the tree has changed since the
+        match, it is matched again: then fewer or more of them are cached, and the rest is new.
+        With share=False nothing that is computed is ever offered to others.
+        Raises NoRoom, and the cache is unchanged.
+        """
+        if match.epoch != self._tree.epoch:
+            match, num_new_pages = self._refresh(match, num_new_pages)
+        leader = self.leader
+        if num_new_pages > leader.free_pages and not self.can_reserve(match, num_new_pages):
+            raise NoRoom(
+                f"{num_new_pages} pages asked, {self.free_pages} free and {self.evictable_pages} "
+                f"evictable, {leader.unlocked_on_path(match)} of them in this request's own prefix"
+            )
+        if self.enabled and leader.ghosts:
+            leader.recall(match)
+        num_cached = match.num_pages
+        node = match.node
+        packed = match.packed_refs()
+        if num_cached:
+            if match.node_pages < node.num_pages:
+                node = leader.split(node, match.node_pages)
+            leader.lock(node, self._tree.root)
+        if num_new_pages > 0:
+            packed += leader.allocate(num_cached, num_new_pages)
+        table = np.frombuffer(packed, dtype=np.int64)
+        shares = share and self.enabled
+        return leader.opened(Reservation(leader, match.namespace, node, table, num_cached, shares))
+
+    def evict(self, num_pages: int) -> int:
+        """Evict up to `num_pages` pages that nobody locks; returns how many were."""
+        return self.leader.evict(num_pages)
+
+    def flush(self) -> int:
+        """Forget everything; returns how many pages are still held by running requests.
+
+        Those are freed when they are released, and nothing computed before the flush is ever
+        found by a later match.
+        """
+        return self.leader.flush()
+
+    def take_freed(self) -> PageRefs:
+        """Refs freed since the last call, in order (n,); always empty unless record_freed."""
+        packed = self.leader.take_freed()
+        return np.frombuffer(packed, dtype=np.int64) if packed else NO_REFS
+
+    # -- counting ----------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Grows whenever what a match can find changes."""
+        return self._tree.version
+
+    @property
+    def free_pages(self) -> int:
+        return self.leader.free_pages
+
+    @property
+    def evictable_pages(self) -> int:
+        return self.leader.evictable_pages
+
+    @property
+    def locked_pages(self) -> int:
+        """Held by running requests: locked in the tree, or their own."""
+        return self.total_pages - self.free_pages - self.evictable_pages
+
+    def stats(self) -> CacheStats:
+        """A snapshot of all counters."""
+        return CacheStats(
+            page_size=self.page_size,
+            total_pages=self.total_pages,
+            free_pages=self.free_pages,
+            evictable_pages=self.evictable_pages,
+            locked_pages=self.locked_pages,
+            nodes=len(self._tree.nodes) - 1,
+            evicted_pages_total=self.leader.evicted_pages,
+            evicted_then_requested_pages_total=self.leader.ghosts.recalled_pages,
+        )
+
+    def _refresh(self, match: Match, num_new_pages: int) -> tuple[Match, int]:
+        """The match as of now, and how many new pages the same table then needs."""
+        if match.epoch == self._tree.epoch:
+            return match, num_new_pages
+        wanted = match.num_pages + num_new_pages
+        fresh = self.match(match.namespace, match.tokens, match.end // self._page_bytes)
+        return fresh, max(0, wanted - fresh.num_pages)

@@ -1,0 +1,186 @@
+"""A running request's pages: locked on the cached side, owned on the computed side.
+
+page   0 ........ num_shared .............. num_pages
+       |-- in the tree --|-- this request's own --|
+          locked             freed at close
+                             committed pages move to the left side, where sharing is on
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from phloem.cache.node import REF_BYTES, Node
+from phloem.core.refs import PageRefs
+
+if TYPE_CHECKING:
+    from phloem.cache.leader import Leader
+
+__all__ = ["PagesChanged", "Reservation"]
+
+
+@dataclass(frozen=True, slots=True)
+class PagesChanged:
+    """From now on the table's pages from `first_page` on are `refs` (n,)."""
+
+    first_page: int
+    refs: PageRefs
+
+
+class Reservation:
+    """A handle on a page table; leaving its `with` block closes it.
+
+    Arrays that `refs` has returned are never written to later: a change makes a new table.
+    """
+
+    __slots__ = (
+        "_capacity",
+        "_leader",
+        "_namespace",
+        "_node",
+        "_shares",
+        "_table",
+        "closed",
+        "num_cached_pages",
+        "num_committed_pages",
+        "num_pages",
+        "num_shared_pages",
+    )
+
+    def __init__(
+        self,
+        leader: Leader,
+        namespace: bytes,
+        node: Node,
+        table: PageRefs,
+        num_cached_pages: int,
+        shares: bool,
+    ) -> None:
+        self._leader = leader
+        self._namespace = namespace
+        self._node = node  # the end of what is locked
+        self._shares = shares
+        self._table = table
+        self._capacity = len(table)
+        self.num_pages = self._capacity
+        self.num_cached_pages = num_cached_pages  # when it was reserved; never changes
+        self.num_committed_pages = num_cached_pages
+        self.num_shared_pages = num_cached_pages  # in the tree; later pages are this request's own
+        self.closed = False
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def refs(self) -> PageRefs:
+        """The page table, int64 (num_pages,)."""
+        return self._table[: self.num_pages]
+
+    @property
+    def node(self) -> Node:
+        """The node that the lock ends at (the root: nothing is locked)."""
+        return self._node
+
+    @property
+    def leader(self) -> Leader:
+        """Whose commands this reservation issues."""
+        return self._leader
+
+    def extend(self, num_pages: int) -> None:
+        """Add pages at the end, evicting others' if needed. Raises NoRoom, and nothing changed."""
+        assert not self.closed, "the reservation is closed"
+        if num_pages <= 0:
+            return
+        packed = self._leader.allocate(self.num_pages, num_pages)
+        old, new = self.num_pages, self.num_pages + num_pages
+        if new > self._capacity:
+            self._capacity = new + (new >> 3) + 8
+            table = np.empty(self._capacity, dtype=np.int64)
+            table[:old] = self._table[:old]
+            self._table = table
+        self._table[old:new] = np.frombuffer(packed, dtype=np.int64)
+        self.num_pages = new
+
+    def commit(self, tokens: bytes) -> PagesChanged | None:
+        """The KV of all full pages of `tokens` is computed: let others find it.
+
+        `tokens` are all tokens from the start of the prompt on. Pages that another request has
+        committed first replace this request's own, which are freed; the answer then says which
+        pages of the table changed.
+        """
+        assert not self.closed, "the reservation is closed"
+        tree = self._leader.tree
+        target = len(tokens) // tree.page_bytes
+        assert target <= self.num_pages, f"{target} pages committed of {self.num_pages}"
+        if target <= self.num_committed_pages:
+            return None
+        self.num_committed_pages = target
+        if not self._shares or self._node.detached:
+            return None
+        return self._share(tokens, target)
+
+    def close(self) -> None:
+        """Give up locks, and the pages that are not in the tree. A second call does nothing."""
+        if self.closed:
+            return
+        self.closed = True
+        leader = self._leader
+        if self.num_shared_pages < self.num_pages:
+            leader.free(self._table[self.num_shared_pages : self.num_pages].tobytes())
+        if self.num_shared_pages:
+            leader.unlock(self._node)
+        leader.closed(self)
+
+    def stop_sharing(self) -> None:
+        """From now on commit nothing to the tree (what it holds was flushed)."""
+        self._shares = False
+
+    def _share(self, tokens: bytes, target: int) -> PagesChanged | None:
+        leader = self._leader
+        tree, page_bytes = leader.tree, leader.tree.page_bytes
+        first, node = self.num_shared_pages, self._node
+        offset, end = first * page_bytes, target * page_bytes
+        assert tokens.startswith(node.key[-page_bytes:], max(0, offset - page_bytes)), (
+            "tokens differ from those committed before"
+        )
+        canonical: list[bytes] = []
+        while offset < end:
+            child = tree.child_of(node, self._namespace, tokens, offset)
+            if child is None:
+                break
+            pages = tree.common_pages(child.key, tokens, offset, end)
+            if pages < child.num_pages:
+                child = leader.split(child, pages)
+            canonical.append(child.refs)
+            offset += pages * page_bytes
+            node = child
+        changed = None
+        if canonical:
+            leader.lock(node, self._node)
+            changed = self._repoint(first, b"".join(canonical))
+        if offset < end:
+            refs = self._table[offset // page_bytes : target].tobytes()
+            node = leader.grow(node, self._namespace, tokens[offset:end], refs)
+        self._node = node
+        self.num_shared_pages = target
+        return changed
+
+    def _repoint(self, first: int, packed: bytes) -> PagesChanged:
+        stop = first + len(packed) // REF_BYTES
+        refs = np.frombuffer(packed, dtype=np.int64)
+        self._leader.free(self._table[first:stop].tobytes())
+        self._table = self._table.copy()  # who holds the old one keeps what it read
+        self._table[first:stop] = refs
+        return PagesChanged(first, refs)

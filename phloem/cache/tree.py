@@ -1,0 +1,320 @@
+"""The compressed radix tree over pages of tokens.
+
+    root --"ns1"+page--> [A: 4 pages] --page--> [B: 2 pages]
+      |                       `--------page--> [C: 1 page ]
+      `--"ns2"+page--> [D: 3 pages]
+
+A child is keyed by the bytes of its first page, below the root by namespace + first page. (The
+first page has a fixed length, so no namespace can pass for another one.) Edges are compared as
+bytes; no hash or id is trusted. Methods that change the tree are called by `CacheState.apply`
+alone; they move refs about and never allocate or free a page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from phloem.cache.chain import KEY_BYTES, Hasher, chain_keys, default_hasher
+from phloem.cache.components import FULL, Component, ExtraState
+from phloem.cache.node import REF_BYTES, Node
+from phloem.core.tokens import TOKEN_BYTES
+
+__all__ = ["ROOT_ID", "RadixTree"]
+
+ROOT_ID = 0
+
+
+class RadixTree:
+    """All nodes by id, and sums over them.
+
+    `version` grows when what can be matched changes, `epoch` also when only its shape does.
+    """
+
+    __slots__ = (
+        "components",
+        "epoch",
+        "hasher",
+        "locked_pages",
+        "next_id",
+        "nodes",
+        "page_bytes",
+        "root",
+        "total_pages",
+        "version",
+    )
+
+    def __init__(
+        self,
+        page_size: int,
+        *,
+        components: tuple[Component, ...] = (FULL,),
+        hasher: Hasher = default_hasher,
+    ) -> None:
+        self.page_bytes = page_size * TOKEN_BYTES
+        self.components = components
+        self.hasher = hasher
+        self.root = Node(ROOT_ID, None, b"", b"", b"")
+        self.nodes: dict[int, Node] = {ROOT_ID: self.root}
+        self.next_id = ROOT_ID + 1
+        self.total_pages = 0  # in all nodes, detached ones included
+        self.locked_pages = 0  # in nodes with locks
+        self.version = 0
+        self.epoch = 0
+
+    # -- reading -----------------------------------------------------------------------------
+
+    def find(self, namespace: bytes, tokens: bytes, end: int) -> tuple[Node, int, int]:
+        """The longest known prefix of tokens[:end] (`end` in bytes, a multiple of the page).
+
+        Returns the last node reached, how many of its pages match, and the bytes matched.
+        """
+        node, offset = self.root, 0
+        if end <= 0:
+            return node, 0, 0
+        page_bytes = self.page_bytes
+        startswith = tokens.startswith
+        child = node.children.get(namespace + tokens[:page_bytes])
+        while child is not None:
+            edge = child.key
+            stop = offset + len(edge)
+            if stop > end or not startswith(edge, offset):
+                pages = self.common_pages(edge, tokens, offset, end)
+                return child, pages, offset + pages * page_bytes
+            node, offset = child, stop
+            if stop == end:
+                break
+            child = child.children.get(tokens[stop : stop + page_bytes])
+        return node, len(node.refs) // REF_BYTES, offset
+
+    def child_of(self, node: Node, namespace: bytes, tokens: bytes, offset: int) -> Node | None:
+        """The child whose first page is tokens[offset:offset + page]."""
+        page = tokens[offset : offset + self.page_bytes]
+        return node.children.get(namespace + page if node is self.root else page)
+
+    def common_pages(self, edge: bytes, tokens: bytes, offset: int, end: int) -> int:
+        """How many whole pages of `edge` equal tokens[offset:end]; the first one is known to."""
+        page_bytes = self.page_bytes
+        startswith = tokens.startswith
+        limit = min(len(edge), end - offset) // page_bytes
+        if startswith(edge[: limit * page_bytes], offset):
+            return limit
+        low, high = 1, limit - 1  # pages known to be equal; pages that may be
+        while low < high:
+            middle = (low + high + 1) // 2
+            part = edge[low * page_bytes : middle * page_bytes]
+            if startswith(part, offset + low * page_bytes):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def chain_key(self, node: Node, num_pages: int, namespace: bytes) -> bytes:
+        """The content key of the node's page number `num_pages` - 1; of the root: the seed's."""
+        if node is self.root:
+            return self.hasher(namespace)
+        return node.chain[(num_pages - 1) * KEY_BYTES : num_pages * KEY_BYTES]
+
+    # -- shape -------------------------------------------------------------------------------
+
+    def insert(self, parent: Node, namespace: bytes, tokens: bytes, refs: bytes, now: int) -> Node:
+        """Add a leaf with one lock; the caller's lock on `parent` counts it already."""
+        node = Node(self.next_id, parent, namespace, tokens, refs)
+        self.next_id += 1
+        node.locks = 1
+        node.hits = 1
+        node.last_access = now if parent is self.root else parent.last_access
+        key = self.chain_key(parent, parent.num_pages, namespace)
+        node.chain = chain_keys(self.hasher, key, tokens, self.page_bytes)
+        node.extra = self._no_extra(node.num_pages)
+        self._adopt(parent, node)
+        self.nodes[node.id] = node
+        self._grown(node.num_pages)
+        return node
+
+    def append(self, node: Node, tokens: bytes, refs: bytes) -> None:
+        """Lengthen a leaf that has exactly one lock."""
+        assert node.locks == 1, f"{node} cannot be lengthened"
+        assert not node.children, f"{node} cannot be lengthened"
+        num_pages = len(refs) // REF_BYTES
+        key = node.chain[-KEY_BYTES:]
+        node.chain += chain_keys(self.hasher, key, tokens, self.page_bytes)
+        node.key += tokens
+        node.refs += refs
+        for mine, new in zip(node.extra, self._no_extra(num_pages), strict=True):
+            mine.refs += new.refs
+        self._grown(num_pages)
+
+    def split(self, node: Node, num_pages: int) -> Node:
+        """Cut off the node's first `num_pages` pages as a new node above it, and return that."""
+        assert 0 < num_pages < node.num_pages, f"{node} cannot be split at {num_pages}"
+        parent = node.parent
+        assert parent is not None, "the root cannot be split"
+        cut, cut_refs = num_pages * self.page_bytes, num_pages * REF_BYTES
+        upper = Node(self.next_id, parent, node.namespace, node.key[:cut], node.refs[:cut_refs])
+        self.next_id += 1
+        upper.chain = node.chain[: num_pages * KEY_BYTES]
+        upper.locks = node.locks
+        upper.hits = node.hits
+        upper.last_access = node.last_access
+        upper.detached = node.detached
+        upper.extra = tuple(state.split(cut_refs) for state in node.extra)
+        self._adopt(parent, upper)  # under the key that was the node's
+        node.key = node.key[cut:]
+        node.refs = node.refs[cut_refs:]
+        node.chain = node.chain[num_pages * KEY_BYTES :]
+        self._adopt(upper, node)
+        self.nodes[upper.id] = upper
+        self.epoch += 1
+        return upper
+
+    def merge(self, node: Node, num_ancestors: int) -> list[Node]:
+        """Join a node with the ancestors right above it. Returns those, which are gone."""
+        run = [node]
+        while len(run) <= num_ancestors:
+            upper = run[-1].parent
+            assert upper is not None, "the root cannot be merged"
+            assert len(upper.children) == 1, f"{upper} is not private"
+            assert upper.locks == node.locks, f"{upper} has locks of its own"
+            run.append(upper)
+        gone = run[1:]
+        run.reverse()
+        parent = run[0].parent
+        assert parent is not None, "the root cannot be merged"
+        node.key = b"".join([part.key for part in run])
+        node.refs = b"".join([part.refs for part in run])
+        node.chain = b"".join([part.chain for part in run])
+        for index, state in enumerate(node.extra):
+            state.refs = b"".join([part.extra[index].refs for part in run])
+        node.last_access = run[0].last_access
+        self._adopt(parent, node)
+        for part in gone:
+            del self.nodes[part.id]
+            part.parent = None
+            part.children = {}
+        self.epoch += 1
+        return gone
+
+    def remove_tail(self, node: Node, num_pages: int) -> tuple[bytes, bytes]:
+        """Drop the last pages of an unlocked leaf, and the leaf with the last one of them.
+
+        Returns the refs and the content keys of what went.
+        """
+        assert not node.locks, f"{node} is locked"
+        assert not node.children, f"{node} has children"
+        assert 0 < num_pages <= node.num_pages, f"{node} has not {num_pages} pages"
+        left = node.num_pages - num_pages
+        refs = node.refs[left * REF_BYTES :]
+        chain = node.chain[left * KEY_BYTES :]
+        if left:
+            node.key = node.key[: left * self.page_bytes]
+            node.refs = node.refs[: left * REF_BYTES]
+            node.chain = node.chain[: left * KEY_BYTES]
+            for state in node.extra:
+                state.refs = state.refs[: left * REF_BYTES]
+        else:
+            self._drop(node)
+        self.total_pages -= num_pages
+        self.version += 1
+        self.epoch += 1
+        return refs, chain
+
+    def detach(self) -> None:
+        """Make everything unfindable. All nodes must be locked; they go as they are unlocked."""
+        for node in self.nodes.values():
+            assert node.locks or node is self.root, f"{node} is not locked"
+            node.detached = node is not self.root
+        self.root.children = {}
+        self.version += 1
+        self.epoch += 1
+
+    # -- locks -------------------------------------------------------------------------------
+
+    def lock(self, node: Node, above: Node, now: int) -> list[Node]:
+        """Lock the path from `node` up to, without, `above`. Returns nodes that were unlocked."""
+        fresh = []
+        if above is not self.root:
+            now = above.last_access  # a lock that moves down is as old as it was
+        while node is not above:
+            if not node.locks:
+                fresh.append(node)
+                self.locked_pages += len(node.refs) // REF_BYTES
+            node.locks += 1
+            node.hits += 1
+            node.last_access = now
+            parent = node.parent
+            assert parent is not None, "a lock must end above its start"
+            node = parent
+        return fresh
+
+    def unlock(self, node: Node, now: int) -> tuple[list[Node], bytes]:
+        """Unlock the path from `node` to the root.
+
+        Returns the nodes that nobody locks now, lowest first, and the refs of detached ones, which
+        are gone.
+        """
+        idle = []
+        while node.id != ROOT_ID:
+            assert node.locks > 0, f"{node} is unlocked once too often"
+            node.locks -= 1
+            node.last_access = now
+            if not node.locks:
+                idle.append(node)
+                self.locked_pages -= len(node.refs) // REF_BYTES
+            parent = node.parent
+            assert parent is not None, f"{node} is not in the tree"
+            node = parent
+        if idle and idle[0].detached:
+            return [], self._drop_detached(idle)
+        return idle, b""
+
+    # -- whole -------------------------------------------------------------------------------
+
+    def digest(self) -> bytes:
+        """A fingerprint of every node and every counter."""
+        out = hashlib.blake2b(digest_size=16)
+        out.update(f"{self.next_id},{self.total_pages},{self.locked_pages};".encode())
+        for node_id in sorted(self.nodes):
+            node = self.nodes[node_id]
+            parent = -1 if node.parent is None else node.parent.id
+            children = sorted(child.id for child in node.children.values())
+            state = (node.locks, node.hits, node.last_access, node.detached)
+            out.update(repr((node_id, parent, children, state, node.namespace)).encode())
+            out.update(node.key + node.refs + node.chain)
+            for extra in node.extra:
+                out.update(b"%d:" % extra.locks + extra.refs)
+        return out.digest()
+
+    def _no_extra(self, num_pages: int) -> tuple[ExtraState, ...]:
+        if len(self.components) == 1:
+            return ()
+        return tuple(ExtraState.absent(num_pages) for _ in self.components[1:])
+
+    def _child_key(self, parent: Node, node: Node) -> bytes:
+        page = node.key[: self.page_bytes]
+        return node.namespace + page if parent is self.root else page
+
+    def _adopt(self, parent: Node, node: Node) -> None:
+        node.parent = parent
+        if not (node.detached and parent is self.root):
+            parent.children[self._child_key(parent, node)] = node
+
+    def _grown(self, num_pages: int) -> None:
+        self.total_pages += num_pages
+        self.locked_pages += num_pages
+        self.version += 1
+        self.epoch += 1
+
+    def _drop(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None, "the root cannot be dropped"
+        del self.nodes[node.id]
+        if not (node.detached and parent is self.root):
+            del parent.children[self._child_key(parent, node)]
+        node.parent = None
+
+    def _drop_detached(self, nodes: list[Node]) -> bytes:
+        for node in nodes:
+            self._drop(node)
+            self.total_pages -= node.num_pages
+        self.epoch += 1
+        return b"".join([node.refs for node in nodes])
