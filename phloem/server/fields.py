@@ -1,0 +1,141 @@
+"""The bodies that the endpoints accept. Strict: "16" is no number, 1 is no boolean.
+
+A field that is null counts as absent (the reader drops it), so defaults stand here once.
+Prompts and messages are `Any` on purpose: `prompts.py` reads them with better messages.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+__all__ = [
+    "AbortBody",
+    "ChatBody",
+    "CompletionBody",
+    "DetokenizeBody",
+    "GenerateBody",
+    "SamplingBody",
+    "StreamOptions",
+    "TokenizeBody",
+]
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Strings = Annotated[list[str], BeforeValidator(_listed)]
+Label = Annotated[str, Field(max_length=4096)]
+
+
+class Body(BaseModel):
+    """Strict types; unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+
+class StreamOptions(Body):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool = False
+
+
+class SamplingBody(Body):
+    """What every endpoint calls by the same name. None: the endpoint's or engine's default."""
+
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] = Field(default_factory=dict)
+    seed: int | None = None
+    stop: Strings = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list)
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+
+class Routed(Body):
+    """What every generating endpoint takes besides sampling."""
+
+    model: str | None = None
+    stream: bool = False
+    cache_salt: Label | None = None
+    routing_key: Label | None = None
+    request_id: str | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+
+
+class OpenAIBody(Routed, SamplingBody):
+    """What both OpenAI endpoints share."""
+
+    max_tokens: int | None = None
+    stream_options: StreamOptions | None = None
+
+
+class ChatBody(OpenAIBody):
+    """POST /v1/chat/completions."""
+
+    messages: Any = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    add_generation_prompt: bool = True
+
+
+class CompletionBody(OpenAIBody):
+    """POST /v1/completions."""
+
+    prompt: Any = None
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+
+class NativeSampling(SamplingBody):
+    """`sampling_params` of POST /generate."""
+
+    max_new_tokens: int = 128
+    min_new_tokens: int | None = None
+    sampling_seed: int | None = None
+
+
+class GenerateBody(Routed):
+    """POST /generate: token ids or text in, token ids and text out."""
+
+    text: Any = None
+    input_ids: Any = None
+    sampling_params: NativeSampling = Field(default_factory=NativeSampling)
+    rid: str | None = None
+    return_logprob: bool = False
+    top_logprobs_num: int = 0
+    incremental: bool = False  # streams: only what is new in each event
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Any = None
+    add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
+    add_generation_prompt: bool = True
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Any = None
+    skip_special_tokens: bool = False
+
+
+class AbortBody(Body):
+    """POST /abort_request."""
+
+    rid: str
