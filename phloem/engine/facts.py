@@ -1,0 +1,51 @@
+"""What has been loaded: for the start-up table, `/server_info` and memory accounts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phloem.config.units import format_bytes
+from phloem.engine.api import ModelCard
+
+__all__ = ["EngineFacts", "startup_rows"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """The model's card, and what it takes."""
+
+    card: ModelCard
+    weight_bytes: int
+    threads: int
+    load_s: float
+    prefix_cache: bool
+    schedule_policy: str
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.card.num_pages * self.card.page_bytes
+
+    @property
+    def token_capacity(self) -> int:
+        """Tokens whose KV fits on the device."""
+        return self.card.num_pages * self.card.page_size
+
+
+def startup_rows(facts: EngineFacts) -> list[tuple[str, str]]:
+    """Label and value of each line of the start-up table."""
+    card = facts.card
+    return [
+        ("model", f"{card.name} ({card.architecture})"),
+        ("file", card.path),
+        ("dtype", card.dtype),
+        ("device", f"{card.device}, {facts.threads} threads"),
+        ("context", f"{card.max_model_len:,} tokens"),
+        ("page size", f"{card.page_size} tokens ({format_bytes(card.page_bytes)})"),
+        ("pages", f"{card.num_pages:,}"),
+        ("token capacity", f"{facts.token_capacity:,}"),
+        ("KV memory", format_bytes(facts.kv_bytes)),
+        ("weights", format_bytes(facts.weight_bytes)),
+        ("prefix cache", "on" if facts.prefix_cache else "off"),
+        ("schedule policy", facts.schedule_policy),
+        ("loaded in", f"{facts.load_s:.1f} s"),
+    ]

@@ -1,0 +1,81 @@
+"""The usual core: cache, scheduler and loop over a worker that somebody else has made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phloem.cache import PrefixCache
+from phloem.config import Config
+from phloem.core.clock import MonotonicClock
+from phloem.core.errors import EngineDead
+from phloem.core.protocols import Worker
+from phloem.core.request import GenerateRequest
+from phloem.core.stats import EngineStats
+from phloem.engine.core import BuildHooks
+from phloem.engine.facts import EngineFacts
+from phloem.loop import EngineLoop
+from phloem.sched import Scheduler, SchedulerConfig
+
+__all__ = ["LoopCore", "make_loop_core"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopCore:
+    """An `EngineCore`. Owns the worker."""
+
+    loop: EngineLoop
+    worker: Worker
+    facts: EngineFacts
+
+    def add(self, request: GenerateRequest) -> None:
+        self.loop.add(request)
+
+    def abort(self, request_id: str) -> None:
+        self.loop.abort(request_id)
+
+    def step(self) -> bool:
+        busy = self.loop.step()
+        if self.loop.dead is not None:
+            raise EngineDead(self.loop.dead)
+        return busy
+
+    def flush(self) -> int:
+        return self.loop.flush()
+
+    def stats(self) -> EngineStats:
+        return self.loop.stats()
+
+    def close(self) -> None:
+        self.worker.close()
+
+
+def make_loop_core(
+    config: Config,
+    hooks: BuildHooks,
+    *,
+    worker: Worker,
+    facts: EngineFacts,
+    eos_ids: tuple[int, ...],
+) -> LoopCore:
+    """Join a worker with the control plane. Takes over the worker."""
+    cache = PrefixCache(
+        page_size=facts.card.page_size,
+        num_pages=(facts.card.num_pages,),
+        eviction=config.cache.eviction_policy,
+        enabled=config.cache.prefix_cache,
+    )
+    options = config.scheduler
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_model_len=facts.card.max_model_len,
+            max_running=options.max_running,
+            max_queued=options.max_queued,
+            max_prefill_tokens=options.max_prefill_tokens,
+            policy=options.schedule_policy,
+            overlap=options.overlap,
+            eos_ids=eos_ids,
+        ),
+        cache,
+    )
+    loop = EngineLoop(scheduler, worker, MonotonicClock(), lambda chunks: hooks.emit(list(chunks)))
+    return LoopCore(loop, worker, facts)

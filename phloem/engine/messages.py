@@ -1,0 +1,167 @@
+"""What travels between the front process and the engine process, and how it is framed.
+
+A frame is a little-endian uint32 length and that many bytes of MessagePack. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TypeAlias
+
+import msgspec
+
+from phloem.config import Config
+from phloem.core.request import GenerateRequest, OutputChunk
+from phloem.core.stats import EngineStats
+from phloem.engine.facts import EngineFacts
+
+__all__ = [
+    "Abort",
+    "Add",
+    "Failed",
+    "Flush",
+    "Flushed",
+    "FrameReader",
+    "Loading",
+    "Outputs",
+    "Ready",
+    "Refused",
+    "Shutdown",
+    "Start",
+    "Stats",
+    "StatsReply",
+    "ToEngine",
+    "ToFront",
+    "decode_to_engine",
+    "decode_to_front",
+    "frame",
+]
+
+
+class Start(msgspec.Struct, tag=True, frozen=True):
+    """First message: what to build. `builder` is "module:function" (see `core_process`)."""
+
+    builder: str
+    config: Config
+
+
+class Add(msgspec.Struct, tag=True, frozen=True):
+    """A new request."""
+
+    request: GenerateRequest
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """Nobody waits for this request any more. Unknown or ended ones are ignored."""
+
+    request_id: str
+
+
+class Flush(msgspec.Struct, tag=True, frozen=True):
+    """Forget what no running request holds; answered by `Flushed` with the same `call`."""
+
+    call: int
+
+
+class Stats(msgspec.Struct, tag=True, frozen=True):
+    """Answered by `StatsReply` with the same `call`."""
+
+    call: int
+
+
+class Shutdown(msgspec.Struct, tag=True, frozen=True):
+    """Abort what runs and exit with status 0."""
+
+
+class Loading(msgspec.Struct, tag=True, frozen=True):
+    """Progress of loading: `done` of `total` units of `phase`."""
+
+    done: int
+    total: int
+    phase: str
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """Loaded; requests may come."""
+
+    facts: EngineFacts
+    stats: EngineStats
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """The engine process ends now. `config`: the user can mend it (ConfigError)."""
+
+    message: str
+    config: bool
+
+
+class Outputs(msgspec.Struct, tag=True, frozen=True):
+    """Everything one step has brought."""
+
+    chunks: list[OutputChunk]
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """`Add` raised a UserError of this status."""
+
+    request_id: str
+    status: int
+    message: str
+    param: str | None
+    code: str | None
+
+
+class Flushed(msgspec.Struct, tag=True, frozen=True):
+    call: int
+    locked_pages: int
+
+
+class StatsReply(msgspec.Struct, tag=True, frozen=True):
+    call: int
+    stats: EngineStats
+
+
+ToEngine: TypeAlias = Start | Add | Abort | Flush | Stats | Shutdown
+ToFront: TypeAlias = Loading | Ready | Failed | Outputs | Refused | Flushed | StatsReply
+
+_LENGTH = struct.Struct("<I")
+_ENCODER = msgspec.msgpack.Encoder()
+_TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_TO_FRONT: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
+
+
+def frame(message: ToEngine | ToFront) -> bytes:
+    """A message as it goes over the wire."""
+    body = _ENCODER.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode_to_engine(body: bytes | memoryview) -> ToEngine:
+    return _TO_ENGINE.decode(body)
+
+
+def decode_to_front(body: bytes | memoryview) -> ToFront:
+    return _TO_FRONT.decode(body)
+
+
+class FrameReader:
+    """Cuts a byte stream into frames, however it arrives."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The bodies of all frames that are complete now, in order."""
+        buffer = self._buffer
+        buffer += data
+        bodies: list[bytes] = []
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            end = start + _LENGTH.size + length
+            if end > len(buffer):
+                break
+            bodies.append(bytes(buffer[start + _LENGTH.size : end]))
+            start = end
+        del buffer[:start]
+        return bodies
