@@ -63,7 +63,14 @@ class Answer:
 class Client:
     """Talks to one base URL; use as an async context manager."""
 
-    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url must begin with http:// or https://, got {url!r}")
         base = url.rstrip("/").removesuffix("/v1")
@@ -76,6 +83,7 @@ class Client:
             timeout=httpx.Timeout(timeout_s, connect=10.0),
             limits=limits,
             trust_env=False,
+            transport=transport,
         )
         self.url = base
 

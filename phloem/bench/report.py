@@ -137,13 +137,14 @@ def print_report(
 
 
 def format_value(value: float | None) -> str:
-    """Four significant digits, without an exponent where people would not want one."""
+    """Four significant digits, without an exponent where people can do without."""
     if value is None or not math.isfinite(value):
         return "n/a"
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
-    digits = max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
-    return f"{value:,.{min(digits, 7)}f}"
+    if abs(value) < 1e-4:
+        return f"{value:.4g}"
+    return f"{value:,.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
 
 
 def _print_table(bench: str, results: Sequence[Result], stream: TextIO) -> None:

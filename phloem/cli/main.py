@@ -38,30 +38,36 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `phloem ...` and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader of our output left (`| head`): nothing more to say, and nowhere to say it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _dispatch(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_help())
         return 0 if words else 2
-    if words[0] in ("-V", "--version", "version"):
+    name = words[0]
+    if name in ("-V", "--version", "version"):
         print(f"phloem {_version()}")
         return 0
-    name = words[0]
     if name not in COMMANDS:
         near = did_you_mean(name, COMMANDS)
         return _complain("phloem", f"unknown command {name!r}{near} (see phloem --help)")
     try:
-        run = importlib.import_module(COMMANDS[name].module).run
-        return int(run(words[1:]))
+        return int(importlib.import_module(COMMANDS[name].module).run(words[1:]))
     except (ConfigError, UserError) as error:
         return _complain(f"phloem {name}", str(error))
     except PhloemError as error:
         _complain(f"phloem {name}", str(error) or type(error).__name__)
         return 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # The reader of our output left (`| head`): nothing more to say, and nowhere to say it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _complain(who: str, message: str) -> int:

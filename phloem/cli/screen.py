@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
-__all__ = ["facts_table", "progress_bar"]
+__all__ = ["facts_table", "loading_bar", "progress_bar"]
 
 
 def progress_bar() -> Progress:
@@ -21,6 +29,26 @@ def progress_bar() -> Progress:
         console=Console(stderr=True),
         transient=True,
     )
+
+
+@contextlib.contextmanager
+def loading_bar() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar for a model that loads; yields the callback on_load(done, total, phase)."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    )
+    with bar:
+        task = bar.add_task("starting", total=None)
+
+        def on_load(done: int, total: int, phase: str) -> None:
+            bar.update(task, description=phase, completed=done, total=total or None)
+
+        yield on_load
+        bar.update(task, description="model loaded", total=1, completed=1)
 
 
 def facts_table(rows: Iterable[tuple[str, str]]) -> Table:

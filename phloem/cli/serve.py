@@ -1,0 +1,145 @@
+"""`phloem serve MODEL`: settings, progress while loading, start-up table, server, orderly end."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from phloem.config import Config
+from phloem.config.flags import FlagParser, add_settings, given_settings
+from phloem.config.load import config_from, config_groups
+from phloem.core.errors import ConfigError
+
+__all__ = ["make_parser", "parse_config", "run"]
+
+_EPILOG = """\
+A YAML file given with --config may hold every flag, one a line (page-size: 16); what stands on the
+command line wins.
+
+examples:
+  phloem serve smollm2                             on http://127.0.0.1:8000
+  phloem serve ./Qwen3-0.6B --dtype bf16 --kv-memory 8GB
+  phloem serve model.gguf --host 0.0.0.0 --port 9000 --api-key SECRET
+  phloem serve --config phloem.yaml
+"""
+
+
+class _Once(argparse.Action):
+    """A flag that may be given once: a second file would silently shadow the first."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if getattr(namespace, self.dest) is not None:
+            parser.error(f"{option_string} is given twice")
+        setattr(namespace, self.dest, values)
+
+
+def make_parser() -> FlagParser:
+    """Every setting as a flag, grouped by concern."""
+    parser = FlagParser(
+        prog="phloem serve",
+        usage="phloem serve MODEL [flags]",
+        description="Serve a model over HTTP, OpenAI-compatible.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", action=_Once, help="YAML file with any of the flags below"
+    )
+    for title, cls in config_groups().items():
+        add_settings(parser, cls, title=title)
+    return parser
+
+
+def parse_config(argv: Sequence[str]) -> Config:
+    """The settings of a server from its command line. Leaves with exit code 2 on bad usage."""
+    args = make_parser().parse_args(argv)
+    file = None if args.config is None else Path(args.config)
+    config = config_from(given_settings(args), file=file)
+    if not config.model.model:
+        raise ConfigError(
+            "no model given: name a Hugging Face folder, a .gguf file, or smollm2 "
+            "(phloem serve smollm2)"
+        )
+    return config
+
+
+def run(argv: Sequence[str]) -> int:
+    """Serve until SIGTERM or Ctrl-C."""
+    config = parse_config(argv)
+    _expect_free_port(config.server.host, config.server.port)
+    logging.basicConfig(
+        level=config.runtime.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    return _serve(config)
+
+
+def _serve(config: Config) -> int:
+    # Imported late: what stands above answers usage errors at once.
+    from rich.console import Console
+
+    from phloem.cli.screen import facts_table, loading_bar
+    from phloem.engine import AsyncEngine
+    from phloem.engine.facts import startup_rows
+    from phloem.server import ServerSettings, create_app, serve
+
+    options = config.server
+    name = config.model.served_model_name
+    settings = ServerSettings(
+        served_model_names=() if name is None else (name,), api_key=options.api_key
+    )
+    console = Console(highlight=False)
+    with loading_bar() as on_load:
+        engine = AsyncEngine.launch(config, on_load=on_load)
+    console.print(facts_table(startup_rows(engine.facts)))
+    app = create_app(engine, settings)
+
+    def on_ready(port: int) -> None:
+        _announce(options.host, port, name or engine.card.name, with_key=bool(options.api_key))
+
+    return serve(
+        app,
+        engine,
+        host=options.host,
+        port=options.port,
+        drain_timeout_s=options.drain_timeout_s,
+        on_ready=on_ready,
+    )
+
+
+def _announce(host: str, port: int, model: str, *, with_key: bool) -> None:
+    """The URL, and a request that can be pasted as it is."""
+    reachable = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+    url = f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{port}"
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if with_key else ""
+    print(f"\nServing {model} at {url}   (Ctrl-C stops)\n")
+    print(f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{{")
+    print(f'  "model": "{model}",')
+    print('  "messages": [{"role": "user", "content": "Say hello in one short sentence."}]}\'')
+    sys.stdout.flush()
+
+
+def _expect_free_port(host: str, port: int) -> None:
+    """Find out now, not after a minute of loading, that the server could not listen."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; "
+            "choose another --host or --port"
+        ) from None

@@ -1,0 +1,173 @@
+"""Settings: every one is documented, typed, bounded, and reachable as a flag and as a YAML key."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from phloem.config import CacheOptions, Config, ModelOptions, SchedulerOptions, ServerOptions
+from phloem.config.flags import FlagParser, add_settings, given_settings
+from phloem.config.load import ENV_API_KEY, config_from, config_groups, read_config_file
+from phloem.config.setting import settings_of
+from phloem.config.units import format_bytes, parse_bytes
+from phloem.core.errors import ConfigError
+
+ALL = [(group, item) for group, cls in config_groups().items() for item in settings_of(cls)]
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "phloem.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(("group", "item"), ALL, ids=[item.name for _, item in ALL])
+def test_every_setting_has_a_doc_line(group: str, item) -> None:
+    assert 10 <= len(item.doc) <= 90, item.name
+    assert item.doc == item.doc.strip().rstrip("."), item.name
+
+
+@pytest.mark.parametrize("cls", config_groups().values(), ids=lambda cls: cls.__name__)
+def test_every_field_is_a_setting_and_frozen(cls: type) -> None:
+    assert [f.name for f in dataclasses.fields(cls)] == [s.name for s in settings_of(cls)]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(cls(), settings_of(cls)[0].name, None)
+
+
+def test_names_are_unique_over_all_groups_and_aliases() -> None:
+    keys = [key for _, item in ALL for key in item.keys]
+    assert len(keys) == len(set(keys))
+
+
+def test_yaml_can_hold_every_flag(tmp_path: Path) -> None:
+    """Each setting written to a file under its dashed name comes back as given."""
+    values = {
+        "model": "here",
+        "dtype": "bf16",
+        "device": "cpu",
+        "served_model_name": "m",
+        "max_model_len": 99,
+        "page_size": 4,
+        "num_pages": 7,
+        "kv_memory": "auto",
+        "prefix_cache": False,
+        "eviction_policy": "lru",
+        "schedule_policy": "hrrn",
+        "max_prefill_tokens": 128,
+        "max_running": 3,
+        "max_queued": 5,
+        "overlap": False,
+        "host": "0.0.0.0",
+        "port": 1234,
+        "api_key": "k",
+        "drain_timeout_s": 1.5,
+        "threads": 2,
+        "log_level": "error",
+    }
+    assert set(values) == {item.name for _, item in ALL}
+    text = "".join(f"{key.replace('_', '-')}: {value}\n" for key, value in values.items())
+    config = config_from({}, file=write(tmp_path, text), environ={})
+    got = {item.name: getattr(getattr(config, group), item.name) for group, item in ALL}
+    assert got == values
+
+
+def test_command_line_wins_over_file_wins_over_environment(tmp_path: Path) -> None:
+    file = write(tmp_path, "port: 1\napi-key: from-file\nmax-running: 9\n")
+    config = config_from({"port": "2"}, file=file, environ={ENV_API_KEY: "from-env"})
+    assert (config.server.port, config.server.api_key, config.scheduler.max_running) == (
+        2,
+        "from-file",
+        9,
+    )
+    assert config_from({}, environ={ENV_API_KEY: "from-env"}).server.api_key == "from-env"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot: 3\n", "unknown key 'prot'; did you mean port?"),
+        ("zzzzzz: 3\n", "unknown key 'zzzzzz'"),
+        ("port: 1\nport: 2\n", "given twice"),
+        ("page_size: 16\nblock-size: 3\n", "page_size is given twice"),
+        ("page_size: many\n", "--page-size must be a whole number"),
+        ("page_size: 0\n", "--page-size must be a whole number from 1"),
+        ("page_size: 1.5\n", "--page-size must be a whole number"),
+        ("port: true\n", "--port must be a whole number"),
+        ("overlap: 'off'\n", "--overlap must be true or false"),
+        ("dtype: [bf16]\n", "--dtype must be one of"),
+        ("dtype: bf61\n", "did you mean bf16?"),
+        ("max_running: .inf\n", "--max-running must be"),
+        ("drain_timeout_s: .nan\n", "--drain-timeout-s must be a number, at least 0"),
+        ("port:\n", "--port must be a whole number"),
+        ("- port\n", "must be a mapping"),
+        ("a: [\n", "while parsing"),
+        ("kv_memory: 4XB\n", "is not a size"),
+        ("kv_memory: 4GB\nnum_pages: 3\n", "contradict"),
+        ("max_prefill_tokens: 8\n", "less than one page"),
+        ("api_key: ''\n", "--api-key must be"),
+    ],
+)
+def test_a_bad_file_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_from({}, file=write(tmp_path, text), environ={})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_config_file(tmp_path / "absent.yaml")
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError):
+        read_config_file(binary)
+
+
+def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    assert config_from({}, file=write(tmp_path, "# nothing\n"), environ={}) == Config()
+
+
+def test_the_secret_is_never_in_an_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServerOptions(api_key="s\u00e9cret")
+    assert "cret" not in str(caught.value)
+
+
+def test_page_size_follows_the_device_unless_given() -> None:
+    assert Config().page_size == 16
+    assert Config(model=ModelOptions(device="cuda")).page_size == 64
+    assert Config(cache=CacheOptions(page_size=4)).page_size == 4
+
+
+def test_foreign_names_mean_the_same_flag() -> None:
+    parser = FlagParser(prog="x")
+    for title, cls in config_groups().items():
+        add_settings(parser, cls, title=title)
+    words = ["--context-length", "9", "--max-num-seqs", "3", "--block-size", "8"]
+    words += ["--no-enable-prefix-caching", "--dtype", "bfloat16"]
+    config = config_from(given_settings(parser.parse_args(words)), environ={})
+    assert config.model.max_model_len == 9
+    assert config.scheduler == SchedulerOptions(max_running=3)
+    assert config.cache == CacheOptions(page_size=8, prefix_cache=False)
+    assert config.model.dtype == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4GB", 4 * 10**9), ("4GiB", 4 * 2**30), ("1.5g", 3 * 2**29), (" 512 mib ", 2**29), ("7", 7)],
+)
+def test_sizes_as_people_write_them(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "1e9", "4 G B", "4PB", "nan"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("size", [1, 1023, 1024, 5 * 2**20, 3 * 2**40])
+def test_a_printed_size_reads_back_to_within_a_tenth(size: int) -> None:
+    assert parse_bytes(format_bytes(size).replace(" ", "")) == pytest.approx(size, rel=0.1)
