@@ -1,7 +1,7 @@
 """From a listening socket to an orderly end.
 
 First SIGTERM or SIGINT: stop listening, refuse new requests, let running ones finish (at most
-`drain_s`), close the engine, exit code 0. Second: abort what runs, at once, exit code 1.
+`drain_timeout_s`), close the engine, exit code 0. Second: abort what runs, at once, exit code 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from fastapi import FastAPI
 
 from phloem.core.errors import ConfigError
 from phloem.engine.api import EngineClient
-from phloem.server.context import Context
 
 __all__ = ["Server", "bind", "serve", "serve_async"]
 
@@ -57,9 +56,10 @@ class Server(uvicorn.Server):
     def __init__(
         self,
         app: FastAPI,
+        engine: EngineClient,
         *,
-        on_ready: Callable[[str, int], None] | None = None,
-        drain_s: float = 30.0,
+        on_ready: Callable[[int], None] | None = None,
+        drain_timeout_s: float = 30.0,
         access_log: bool = False,
     ) -> None:
         super().__init__(
@@ -77,11 +77,9 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=None,  # the engine's drain bounds it
             )
         )
-        context = app.state.context
-        assert isinstance(context, Context), "the app comes from create_app"
-        self.engine: EngineClient = context.engine
+        self.engine = engine
         self._on_ready = on_ready
-        self._drain_s = drain_s
+        self._drain_timeout_s = drain_timeout_s
         self._forced = asyncio.Event()
 
     def stop(self) -> None:
@@ -114,12 +112,11 @@ class Server(uvicorn.Server):
         except OSError as error:
             raise ConfigError(f"cannot listen: {error}") from None
         if self.started and self._on_ready is not None:
-            host, port = self.servers[0].sockets[0].getsockname()[:2]
-            self._on_ready(host, port)
+            self._on_ready(self.servers[0].sockets[0].getsockname()[1])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening and wait for running answers, or for the second signal."""
-        drain = asyncio.create_task(self.engine.drain(self._drain_s))
+        drain = asyncio.create_task(self.engine.drain(self._drain_timeout_s))
         finish = asyncio.create_task(self._finish(drain, sockets))
         forced = asyncio.create_task(self._forced.wait())
         await asyncio.wait((finish, forced), return_when=asyncio.FIRST_COMPLETED)
@@ -134,11 +131,11 @@ class Server(uvicorn.Server):
     async def _finish(self, drain: asyncio.Task[bool], sockets: list[socket.socket] | None) -> None:
         await super().shutdown(sockets)
         if not await drain:
-            logger.warning("some requests ran over %g s and were aborted", self._drain_s)
+            logger.warning("some requests ran over %g s and were aborted", self._drain_timeout_s)
 
 
 async def serve_async(server: Server, sock: socket.socket) -> int:
-    """Serve until stopped, close the engine, return the exit code. The server's face in a loop."""
+    """Serve in the running loop until stopped, close the engine, return the exit code."""
     engine = server.engine
     try:
         await server.serve(sockets=[sock])
@@ -151,15 +148,21 @@ async def serve_async(server: Server, sock: socket.socket) -> int:
 
 def serve(
     app: FastAPI,
+    engine: EngineClient,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
-    on_ready: Callable[[str, int], None] | None = None,
-    drain_s: float = 30.0,
+    on_ready: Callable[[int], None] | None = None,
+    drain_timeout_s: float = 30.0,
     access_log: bool = False,
 ) -> int:
-    """Serve in this thread until a signal; returns the exit code. Raises ConfigError."""
+    """Serve in this thread until a signal; `on_ready(port)` when requests can come.
+
+    Closes the engine. Returns the exit code. Raises ConfigError if the address cannot be had.
+    """
     sock = bind(host, port)
-    server = Server(app, on_ready=on_ready, drain_s=drain_s, access_log=access_log)
+    server = Server(
+        app, engine, on_ready=on_ready, drain_timeout_s=drain_timeout_s, access_log=access_log
+    )
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         return runner.run(serve_async(server, sock))

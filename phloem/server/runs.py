@@ -56,6 +56,8 @@ class _Run:
             return self._cut()
         finally:
             self._waiting = None
+        if chunk.finish is FinishReason.ABORT:
+            return self._cut()  # cut off by the engine: the totals so far are what counts
         self.last = chunk
         self.timer.tick(len(chunk.tokens))
         return chunk
@@ -100,10 +102,10 @@ class Runs:
             while (chunk := await run.next()) is not None:
                 if chunk.finish is FinishReason.ERROR:
                     raise RequestFailed(chunk.error or "the engine could not answer this request")
-                if chunk.finish is not None and not run.aborted:
-                    async for _ in stream:
-                        pass
                 if chunk.finish is not None:
+                    if not run.aborted:
+                        async for _ in stream:
+                            pass
                     run.timer.finish()
                     yield chunk
                     return

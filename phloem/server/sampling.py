@@ -21,8 +21,10 @@ def room_for(tokens: bytes, card: ModelCard, *, source: str) -> int:
             param=source,
             code="context_length_exceeded",
         )
-    # A pool smaller than the context bounds what an unlimited answer may ask for.
-    return max(1, min(card.max_model_len, card.num_pages * card.page_size) - prompt)
+    # A pool smaller than the context bounds what an unlimited answer may ask for; the last token
+    # sampled is never computed, so it needs no place.
+    pool = card.num_pages * card.page_size + 1
+    return max(1, min(card.max_model_len, pool) - prompt)
 
 
 def check_length(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
-from fastapi import FastAPI
-
-from phloem.server import Server, bind, serve_async
+from phloem.engine.api import TextRequest
+from phloem.server import Server, ServerSettings, bind, create_app, serve_async
+from tests.server.fake_engine import FakeEngine, Step, letters
 
 T = TypeVar("T")
 
@@ -17,8 +17,14 @@ T = TypeVar("T")
 class LiveServer:
     """Context manager: `url` while it serves; leaves in an orderly way."""
 
-    def __init__(self, make_app: Callable[[], FastAPI], **options: Any) -> None:
-        self._make_app = make_app
+    def __init__(
+        self,
+        script: Callable[[TextRequest], Iterable[Step]] = letters,
+        settings: ServerSettings | None = None,
+        **options: Any,
+    ) -> None:
+        self._script = script
+        self._settings = settings
         self._options = options
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="live-server")
@@ -30,11 +36,13 @@ class LiveServer:
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.server = Server(self._make_app(), on_ready=self._on_ready, **self._options)
+        self.engine = FakeEngine(self._script)
+        app = create_app(self.engine, self._settings)
+        self.server = Server(app, self.engine, on_ready=self._on_ready, **self._options)
         self.exit_code = await serve_async(self.server, bind("127.0.0.1", 0))
 
-    def _on_ready(self, host: str, port: int) -> None:
-        self.url = f"http://{host}:{port}"
+    def _on_ready(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
         self._ready.set()
 
     def call(self, function: Callable[[], Awaitable[T]]) -> T:
