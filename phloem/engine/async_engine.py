@@ -93,9 +93,10 @@ class AsyncEngine:
         setting that cannot be used, EngineDead if the process ends. Needs no running event loop.
         """
         model = resolve_model(config.model.model)
-        process = EngineProcess(config, builder=builder)
+        process = EngineProcess()
         try:
-            tokenizer = load_tokenizer(model)  # meanwhile the child loads the weights
+            tokenizer = load_tokenizer(model)  # while the child's interpreter starts
+            process.start(config, eos_ids=tokenizer.eos_ids, builder=builder)
             ready = process.wait_ready(on_load)
         except BaseException:
             process.close()

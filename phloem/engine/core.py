@@ -63,4 +63,5 @@ class BuildHooks(Protocol):
         ...
 
 
-CoreBuilder: TypeAlias = Callable[[Config, BuildHooks], EngineCore]
+# The ids that end an answer are known to the tokenizer, which lives in the front.
+CoreBuilder: TypeAlias = Callable[[Config, BuildHooks, tuple[int, ...]], EngineCore]

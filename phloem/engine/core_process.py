@@ -122,7 +122,7 @@ class CoreProcess:
         )
         module, _, function = start.builder.partition(":")
         build: CoreBuilder = getattr(importlib.import_module(module), function)
-        core = build(start.config, self)
+        core = build(start.config, self, start.eos_ids)
         # Weights and vocabulary live as long as the process: keep them out of collections.
         gc.collect()
         gc.freeze()

@@ -16,6 +16,7 @@ class EngineFacts:
 
     card: ModelCard
     weight_bytes: int
+    activation_bytes: int  # an upper bound of one step's temporaries
     threads: int
     load_s: float
     prefix_cache: bool
@@ -45,6 +46,7 @@ def startup_rows(facts: EngineFacts) -> list[tuple[str, str]]:
         ("token capacity", f"{facts.token_capacity:,}"),
         ("KV memory", format_bytes(facts.kv_bytes)),
         ("weights", format_bytes(facts.weight_bytes)),
+        ("step memory", f"at most {format_bytes(facts.activation_bytes)}"),
         ("prefix cache", "on" if facts.prefix_cache else "off"),
         ("schedule policy", facts.schedule_policy),
         ("loaded in", f"{facts.load_s:.1f} s"),

@@ -112,7 +112,8 @@ class LLM:
         config = config_from_settings(model, settings)
         self._tokenizer = load_tokenizer(resolve_model(model))
         self._hooks = _Hooks(on_load)
-        self._core: EngineCore | None = (builder or _default_builder())(config, self._hooks)
+        build = builder or _default_builder()
+        self._core: EngineCore | None = build(config, self._hooks, self._tokenizer.eos_ids)
         self._card = self._core.facts.card
         self._serial = itertools.count()
         self._window = config.scheduler.max_running + config.scheduler.max_queued

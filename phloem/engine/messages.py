@@ -43,6 +43,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
     builder: str
     config: Config
+    eos_ids: tuple[int, ...]
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):

@@ -28,8 +28,8 @@ _EXIT_GRACE_S = 5.0
 class EngineProcess:
     """A running child, its socket and its heartbeat. Owns all three."""
 
-    def __init__(self, config: Config, *, builder: str = DEFAULT_BUILDER) -> None:
-        """Start the child; it begins to load at once."""
+    def __init__(self) -> None:
+        """Start the child; it waits for `start`."""
         self.heartbeat = Heartbeat.create()
         self.sock, theirs = socket.socketpair()
         self.frames = msg.FrameReader()
@@ -39,14 +39,19 @@ class EngineProcess:
         command += ["--socket", str(fds[0]), "--heartbeat", str(fds[1])]
         with theirs:
             self._process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
-        # The engine has no use for the server's options, and no business with its API key.
-        config = dataclasses.replace(config, server=ServerOptions())
-        with contextlib.suppress(ConnectionError):  # wait_ready tells why it died
-            self.sock.sendall(msg.frame(msg.Start(builder, config)))
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def start(
+        self, config: Config, *, eos_ids: tuple[int, ...], builder: str = DEFAULT_BUILDER
+    ) -> None:
+        """Say what to load; loading begins at once."""
+        # The engine has no use for the server's options, and no business with its API key.
+        config = dataclasses.replace(config, server=ServerOptions())
+        with contextlib.suppress(ConnectionError):  # wait_ready tells why it died
+            self.sock.sendall(msg.frame(msg.Start(builder, config, eos_ids)))
 
     def wait_ready(self, on_load: OnLoad | None) -> msg.Ready:
         """Block until the model is loaded. Raises ConfigError or EngineDead if it never will."""

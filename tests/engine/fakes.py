@@ -9,6 +9,8 @@ import signal
 import threading
 from pathlib import Path
 
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
 from phloem.config import Config, ModelOptions, SchedulerOptions
 from phloem.core.request import FinishReason, GenerateRequest, OutputChunk
 from phloem.core.stats import CacheStats, EngineStats
@@ -16,7 +18,6 @@ from phloem.core.tokens import tokens_from_bytes, tokens_to_bytes
 from phloem.engine.api import ModelCard
 from phloem.engine.core import BuildHooks
 from phloem.engine.facts import EngineFacts
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 VOCAB = 300
 EOS = 257
@@ -107,6 +108,7 @@ class FakeCore:
         self.facts = EngineFacts(
             card=fake_card(config.model.model),
             weight_bytes=0,
+            activation_bytes=0,
             threads=1,
             load_s=0.0,
             prefix_cache=True,
@@ -176,7 +178,7 @@ class FakeCore:
         pass
 
 
-def build_fake(config: Config, hooks: BuildHooks) -> FakeCore:
+def build_fake(config: Config, hooks: BuildHooks, eos_ids: tuple[int, ...]) -> FakeCore:
     for done in range(5):
         hooks.on_load(done + 1, 5, "weights")
     return FakeCore(config, hooks)

@@ -1,0 +1,91 @@
+"""The real core: the only module of the front that brings torch."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from phloem.config import Config
+from phloem.config.checkpoint import read_model_config
+from phloem.engine.api import ModelCard
+from phloem.engine.core import BuildHooks
+from phloem.engine.facts import EngineFacts
+from phloem.engine.loop_core import LoopCore, make_loop_core
+from phloem.engine.models import resolve_model
+from phloem.engine.resources import available_memory_bytes, default_kv_bytes, usable_cpus
+from phloem.worker import Hooks, LoadedWorker, WorkerOptions, load_worker
+
+__all__ = ["build_core"]
+
+
+def build_core(config: Config, hooks: BuildHooks, eos_ids: tuple[int, ...]) -> LoopCore:
+    """Load the model and join it with cache, scheduler and loop. Raises ConfigError."""
+    start_s = time.monotonic()
+    model = resolve_model(config.model.model)
+    options = _worker_options(config, hooks, _dtype(config, model.path))
+    loaded = load_worker(
+        model.path,
+        options,
+        on_progress=lambda done, total: hooks.on_load(done, total, "loading weights"),
+    )
+    name = config.model.served_model_name or model.name
+    facts = _facts(config, options, loaded, name=name, path=str(model.path), start_s=start_s)
+    every_eos = tuple(dict.fromkeys((*eos_ids, *loaded.config.eos_ids)))
+    return make_loop_core(config, hooks, worker=loaded.worker, facts=facts, eos_ids=every_eos)
+
+
+def _dtype(config: Config, path: Path) -> str:
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    return read_model_config(path).dtype
+
+
+def _worker_options(config: Config, hooks: BuildHooks, dtype: str) -> WorkerOptions:
+    kv_bytes = None
+    if config.cache.num_pages is None:
+        kv_bytes = config.cache.kv_memory_bytes or default_kv_bytes(available_memory_bytes())
+    return WorkerOptions(
+        dtype=dtype,
+        device=config.model.device,
+        page_size=config.page_size,
+        num_pages=config.cache.num_pages,
+        kv_bytes=kv_bytes,
+        max_running=config.scheduler.max_running,
+        max_model_len=config.model.max_model_len,
+        max_prefill_tokens=config.scheduler.max_prefill_tokens,
+        threads=config.runtime.threads or usable_cpus(),
+        hooks=Hooks(on_layer=hooks.on_layer),
+    )
+
+
+def _facts(
+    config: Config,
+    options: WorkerOptions,
+    loaded: LoadedWorker,
+    *,
+    name: str,
+    path: str,
+    start_s: float,
+) -> EngineFacts:
+    card = ModelCard(
+        name=name,
+        path=path,
+        architecture=loaded.config.architecture,
+        dtype=options.dtype,
+        device=options.device,
+        vocab_size=loaded.config.vocab_size,
+        max_model_len=loaded.max_model_len,
+        page_size=options.page_size,
+        num_pages=loaded.num_pages,
+        page_bytes=loaded.page_bytes,
+        created_s=int(time.time()),
+    )
+    return EngineFacts(
+        card=card,
+        weight_bytes=loaded.weight_bytes,
+        activation_bytes=loaded.activation_bytes,
+        threads=options.threads or 1,
+        load_s=time.monotonic() - start_s,
+        prefix_cache=config.cache.prefix_cache,
+        schedule_policy=config.scheduler.schedule_policy,
+    )
