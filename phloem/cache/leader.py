@@ -15,19 +15,7 @@ from phloem.cache.placement import PlacementPolicy
 from phloem.cache.reservation import Reservation
 from phloem.cache.state import CacheState
 from phloem.core.errors import NoRoom
-from phloem.replica import (
-    Alloc,
-    Append,
-    CommandLog,
-    Detach,
-    Evict,
-    Free,
-    Insert,
-    Lock,
-    Merge,
-    Split,
-    Unlock,
-)
+from phloem.replica import CommandLog, commands
 
 __all__ = ["Leader"]
 
@@ -93,11 +81,6 @@ class Leader:
     # -- room --------------------------------------------------------------------------------
 
     @property
-    def free_pages(self) -> int:
-        """Pages that nobody uses, over all owners."""
-        return sum(allocator.num_free for allocator in self.state.allocators)
-
-    @property
     def evictable_pages(self) -> int:
         """Pages in the tree that nobody locks: all of them can be had, leaf by leaf."""
         return self.tree.total_pages - self.tree.locked_pages
@@ -113,7 +96,7 @@ class Leader:
 
     def allocate(self, first_page: int, num_pages: int) -> bytes:
         """Take pages, evicting as many as are missing. Raises NoRoom and changes nothing else."""
-        missing = num_pages - self.free_pages
+        missing = num_pages - self.state.free_pages
         if missing > 0:
             evictable = self.evictable_pages
             if missing > evictable:
@@ -123,8 +106,8 @@ class Leader:
             self.evict(missing)
         owners = self.placement.owners(first_page, num_pages)
         if len(owners) == 1:
-            return cast(bytes, self.log.append(Alloc(owners[0][0], num_pages)))
-        return b"".join([self.log.append(Alloc(owner, n)) for owner, n in owners])
+            return cast(bytes, self.log.append(commands.alloc(owners[0][0], num_pages)))
+        return b"".join([self.log.append(commands.alloc(owner, n)) for owner, n in owners])
 
     def evict(self, num_pages: int) -> int:
         """Evict up to `num_pages` unlocked pages; returns how many."""
@@ -134,7 +117,7 @@ class Leader:
         tree = self.tree
         last = tree.nodes[victims[-2]]
         whole = last.num_pages == victims[-1]
-        refs, keys = self.log.append(Evict(tuple(victims)))
+        refs, keys = self.log.append(commands.evict(tuple(victims)))
         num_gone = len(victims) // 2 - (not whole)
         self.policy.evicted(victims[: 2 * num_gone : 2])
         self.ghosts.remember(keys)
@@ -145,7 +128,7 @@ class Leader:
 
     def free(self, refs: bytes) -> None:
         """Give back pages that are not in the tree."""
-        self.log.append(Free(refs))
+        self.log.append(commands.free(refs))
         self._note_freed(refs)
 
     def take_freed(self) -> bytes:
@@ -158,13 +141,13 @@ class Leader:
 
     def lock(self, node: Node, above: Node) -> None:
         """Lock the path from `node` up to, without, `above`."""
-        fresh = self.log.append(Lock(node.id, above.id))
+        fresh = self.log.append(commands.lock(node.id, above.id))
         if fresh:
             self.policy.locked(fresh)
 
     def unlock(self, node: Node) -> None:
         """Unlock the path from `node` to the root, then join a private run that ends in it."""
-        idle, refs = self.log.append(Unlock(node.id))
+        idle, refs = self.log.append(commands.unlock(node.id))
         if refs:
             self._note_freed(refs)
         if idle:
@@ -174,7 +157,7 @@ class Leader:
 
     def split(self, node: Node, num_pages: int) -> Node:
         """Cut a node in two; returns the upper one."""
-        upper = cast(Node, self.log.append(Split(node.id, num_pages)))
+        upper = cast(Node, self.log.append(commands.split(node.id, num_pages)))
         if not upper.locks:
             self.policy.unlocked((upper,))
         return upper
@@ -187,17 +170,17 @@ class Leader:
             and len(node.key) <= max(APPEND_BYTES, len(tokens))
             and node is not self.tree.root
         ):
-            self.log.append(Append(node.id, tokens, refs))
+            self.log.append(commands.append(node.id, tokens, refs))
             return node
-        return cast(Node, self.log.append(Insert(node.id, namespace, tokens, refs)))
+        return cast(Node, self.log.append(commands.insert(node.id, namespace, tokens, refs)))
 
     def flush(self) -> int:
         """Evict all that can be, make the rest unfindable; returns the pages still in use."""
         self.evict(self.evictable_pages)
-        self.log.append(Detach())
+        self.log.append(commands.detach())
         for reservation in self.reservations:
             reservation.stop_sharing()
-        return sum(a.capacity - a.num_free for a in self.state.allocators)
+        return sum(a.capacity for a in self.state.allocators) - self.state.free_pages
 
     def _join(self, node: Node) -> None:
         # Only what the leaving request has walked: all of it is equally recent, so that one
@@ -213,7 +196,7 @@ class Leader:
             count += 1
             parent = parent.parent
         if count:
-            gone = self.log.append(Merge(node.id, count))
+            gone = self.log.append(commands.merge(node.id, count))
             if not node.locks:
                 self.policy.locked(gone)
 

@@ -80,7 +80,7 @@ class PrefixCache:
         """Whether `reserve` would succeed now."""
         match, num_new_pages = self._refresh(match, num_new_pages)
         leader = self.leader
-        room = leader.free_pages + leader.evictable_pages
+        room = self.state.free_pages + leader.evictable_pages
         if num_new_pages > room:
             return False
         return num_new_pages <= room - leader.unlocked_on_path(match)
@@ -98,7 +98,7 @@ class PrefixCache:
         if match.epoch != self._tree.epoch:
             match, num_new_pages = self._refresh(match, num_new_pages)
         leader = self.leader
-        if num_new_pages > leader.free_pages and not self.can_reserve(match, num_new_pages):
+        if num_new_pages > self.state.free_pages and not self.can_reserve(match, num_new_pages):
             raise NoRoom(
                 f"{num_new_pages} pages asked, {self.free_pages} free and {self.evictable_pages} "
                 f"evictable, {leader.unlocked_on_path(match)} of them in this request's own prefix"
@@ -144,7 +144,7 @@ class PrefixCache:
 
     @property
     def free_pages(self) -> int:
-        return self.leader.free_pages
+        return self.state.free_pages
 
     @property
     def evictable_pages(self) -> int:

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Callable
 from typing import Any
 
 from phloem.cache.chain import Hasher, default_hasher
 from phloem.cache.components import FULL, Component
-from phloem.cache.node import Node
+from phloem.cache.node import REF_BYTES, Node
 from phloem.cache.tree import RadixTree
 from phloem.core.refs import owner_of
-from phloem.replica import (
-    Alloc,
-    Append,
-    Command,
-    Detach,
-    Evict,
-    Free,
-    Insert,
-    Lock,
-    Merge,
-    PageAllocator,
-    Split,
-    Unlock,
-)
+from phloem.replica import Command, PageAllocator, commands
 
 __all__ = ["CacheState"]
 
@@ -36,7 +24,7 @@ class CacheState:
     status changed.
     """
 
-    __slots__ = ("_handlers", "allocators", "now", "tree")
+    __slots__ = ("_handlers", "allocators", "free_pages", "now", "tree")
 
     def __init__(
         self,
@@ -48,24 +36,26 @@ class CacheState:
     ) -> None:
         self.tree = RadixTree(page_size, components=components, hasher=hasher)
         self.allocators = tuple(PageAllocator(owner, n) for owner, n in enumerate(num_pages))
+        self.free_pages = sum(num_pages)  # over all owners
         self.now = 0  # log time: commands applied so far
-        self._handlers: dict[type[Any], Callable[[Any], Any]] = {
-            Alloc: self._alloc,
-            Free: self._free,
-            Insert: self._insert,
-            Append: self._append,
-            Split: self._split,
-            Merge: self._merge,
-            Lock: self._lock,
-            Unlock: self._unlock,
-            Evict: self._evict,
-            Detach: self._detach,
+        handlers: dict[int, Callable[[Command], Any]] = {
+            commands.ALLOC: self._alloc,
+            commands.FREE: self._free,
+            commands.INSERT: self._insert,
+            commands.APPEND: self._append,
+            commands.SPLIT: self._split,
+            commands.MERGE: self._merge,
+            commands.LOCK: self._lock,
+            commands.UNLOCK: self._unlock,
+            commands.EVICT: self._evict,
+            commands.DETACH: self._detach,
         }
+        self._handlers = [handlers[op] for op in range(commands.NUM_OPS)]
 
     def apply(self, command: Command) -> Any:
         """Carry out one command."""
         self.now += 1
-        return self._handlers[type(command)](command)
+        return self._handlers[command[0]](command)
 
     def digest(self) -> str:
         """A fingerprint of tree, allocators and log time."""
@@ -73,59 +63,63 @@ class CacheState:
         parts.append(self.tree.digest())
         return f"{self.now}:{hashlib.blake2b(b''.join(parts), digest_size=16).hexdigest()}"
 
-    def _alloc(self, command: Alloc) -> bytes:
-        return self.allocators[command.owner].alloc(command.num_pages)
+    def _alloc(self, command: Command) -> bytes:
+        _, owner, num_pages = command
+        self.free_pages -= num_pages
+        return self.allocators[owner].alloc(num_pages)
 
-    def _free(self, command: Free) -> None:
-        self._give_back(command.refs)
+    def _free(self, command: Command) -> None:
+        self._give_back(command[1])
 
     def _give_back(self, refs: bytes) -> None:
+        self.free_pages += len(refs) // REF_BYTES
         if len(self.allocators) == 1:
             self.allocators[0].free(refs)
             return
-        by_owner: list[list[bytes]] = [[] for _ in self.allocators]
-        for start in range(0, len(refs), 8):
-            ref = refs[start : start + 8]
-            by_owner[owner_of(int.from_bytes(ref, "little"))].append(ref)
+        by_owner = [array("q") for _ in self.allocators]
+        for ref in array("q", refs):
+            by_owner[owner_of(ref)].append(ref)
         for allocator, own in zip(self.allocators, by_owner, strict=True):
-            allocator.free(b"".join(own))
+            allocator.free(own.tobytes())
 
-    def _insert(self, command: Insert) -> Node:
-        tree = self.tree
-        parent = tree.nodes[command.parent]
-        return tree.insert(parent, command.namespace, command.tokens, command.refs, self.now)
+    def _insert(self, command: Command) -> Node:
+        _, parent, namespace, tokens, refs = command
+        return self.tree.insert(self.tree.nodes[parent], namespace, tokens, refs, self.now)
 
-    def _append(self, command: Append) -> None:
-        tree = self.tree
-        tree.append(tree.nodes[command.node], command.tokens, command.refs)
+    def _append(self, command: Command) -> None:
+        _, node, tokens, refs = command
+        self.tree.append(self.tree.nodes[node], tokens, refs)
 
-    def _split(self, command: Split) -> Node:
-        return self.tree.split(self.tree.nodes[command.node], command.num_pages)
+    def _split(self, command: Command) -> Node:
+        _, node, num_pages = command
+        return self.tree.split(self.tree.nodes[node], num_pages)
 
-    def _merge(self, command: Merge) -> list[Node]:
-        return self.tree.merge(self.tree.nodes[command.node], command.num_ancestors)
+    def _merge(self, command: Command) -> list[Node]:
+        _, node, num_ancestors = command
+        return self.tree.merge(self.tree.nodes[node], num_ancestors)
 
-    def _lock(self, command: Lock) -> list[Node]:
+    def _lock(self, command: Command) -> list[Node]:
+        _, node, above = command
         nodes = self.tree.nodes
-        return self.tree.lock(nodes[command.node], nodes[command.above], self.now)
+        return self.tree.lock(nodes[node], nodes[above], self.now)
 
-    def _unlock(self, command: Unlock) -> tuple[list[Node], bytes]:
-        idle, refs = self.tree.unlock(self.tree.nodes[command.node], self.now)
+    def _unlock(self, command: Command) -> tuple[list[Node], bytes]:
+        idle, refs = self.tree.unlock(self.tree.nodes[command[1]], self.now)
         if refs:
             self._give_back(refs)
         return idle, refs
 
-    def _evict(self, command: Evict) -> tuple[bytes, bytes]:
+    def _evict(self, command: Command) -> tuple[bytes, bytes]:
         tree, nodes = self.tree, self.tree.nodes
         all_refs, all_keys = [], []
-        pairs = iter(command.victims)
+        pairs = iter(command[1])
         for node_id, num_pages in zip(pairs, pairs, strict=True):
             refs, keys = tree.remove_tail(nodes[node_id], num_pages)
             all_refs.append(refs)
             all_keys.append(keys)
-        refs = b"".join(all_refs)
-        self._give_back(refs)
-        return refs, b"".join(all_keys)
+        gone = b"".join(all_refs)
+        self._give_back(gone)
+        return gone, b"".join(all_keys)
 
-    def _detach(self, _command: Detach) -> None:
+    def _detach(self, _command: Command) -> None:
         self.tree.detach()

@@ -2,35 +2,9 @@
 
 from __future__ import annotations
 
+from phloem.replica import commands
 from phloem.replica.allocator import PageAllocator
-from phloem.replica.commands import (
-    Alloc,
-    Append,
-    Command,
-    Detach,
-    Evict,
-    Free,
-    Insert,
-    Lock,
-    Merge,
-    Split,
-    Unlock,
-)
+from phloem.replica.commands import Command
 from phloem.replica.log import CommandLog, ReplicatedState
 
-__all__ = [
-    "Alloc",
-    "Append",
-    "Command",
-    "CommandLog",
-    "Detach",
-    "Evict",
-    "Free",
-    "Insert",
-    "Lock",
-    "Merge",
-    "PageAllocator",
-    "ReplicatedState",
-    "Split",
-    "Unlock",
-]
+__all__ = ["Command", "CommandLog", "PageAllocator", "ReplicatedState", "commands"]

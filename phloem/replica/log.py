@@ -16,29 +16,11 @@ from typing import Any, Protocol
 
 import xxhash
 
-from phloem.replica.commands import (
-    Alloc,
-    Append,
-    Command,
-    Detach,
-    Evict,
-    Free,
-    Insert,
-    Lock,
-    Merge,
-    Split,
-    Unlock,
-)
+from phloem.replica.commands import Command
 
 __all__ = ["CommandLog", "ReplicatedState"]
 
 _FOLD_EVERY = 256
-_OPCODES: dict[type[Command], int] = {
-    kind: code
-    for code, kind in enumerate(
-        (Alloc, Free, Insert, Append, Split, Merge, Lock, Unlock, Evict, Detach)
-    )
-}
 
 
 class ReplicatedState(Protocol):
@@ -56,14 +38,19 @@ class ReplicatedState(Protocol):
 class CommandLog:
     """Applies each command to the leader's state, then hands it to every follower."""
 
-    __slots__ = ("_apply", "_followers", "_pending", "_rolling", "position")
+    __slots__ = ("_apply", "_followers", "_num_folded", "_pending", "_rolling")
 
     def __init__(self, state: ReplicatedState) -> None:
-        self.position = 0
         self._apply = state.apply
         self._followers: list[ReplicatedState] = []
         self._pending: list[Command] = []
+        self._num_folded = 0
         self._rolling = b""
+
+    @property
+    def position(self) -> int:
+        """How many commands were written."""
+        return self._num_folded + len(self._pending)
 
     def attach(self, follower: ReplicatedState) -> None:
         """Send every command from now on to `follower`, whose state must equal the leader's."""
@@ -71,25 +58,21 @@ class CommandLog:
 
     def append(self, command: Command) -> Any:
         """Write one command. Returns what applying it here returned."""
-        self.position += 1
         pending = self._pending
         pending.append(command)
-        if len(pending) >= _FOLD_EVERY:
-            self._fold()
         result = self._apply(command)
         for follower in self._followers:
             follower.apply(command)
+        if len(pending) == _FOLD_EVERY:
+            self._rolling = self._folded()
+            self._num_folded += _FOLD_EVERY
+            pending.clear()
         return result
 
     def digest(self) -> str:
         """A fingerprint of every command so far, and their order."""
-        self._fold()
-        return f"{self.position}:{self._rolling.hex()}"
+        return f"{self.position}:{self._folded().hex()}"
 
-    def _fold(self) -> None:
+    def _folded(self) -> bytes:
         # Version 2 of marshal writes values alone: no object identities, no interning flags.
-        # One blob per command, so that the digest does not depend on when it was folded.
-        for command in self._pending:
-            blob = marshal.dumps((_OPCODES[type(command)], *command), 2)
-            self._rolling = xxhash.xxh3_128_digest(self._rolling + blob)
-        self._pending.clear()
+        return xxhash.xxh3_128_digest(self._rolling + marshal.dumps(self._pending, 2))
