@@ -14,7 +14,7 @@ Order inside one step: `released`, `freed_pages` (tests fill them with NaN), `ad
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from phloem.core.refs import NO_REFS, PageRefs
 from phloem.core.request import SamplingParams, TokenLogprob
@@ -72,7 +72,7 @@ class StepPlan:
     admitted: tuple[RowInit, ...] = ()
     table_updates: tuple[PageTableUpdate, ...] = ()
     released: tuple[int, ...] = ()
-    freed_pages: PageRefs = NO_REFS
+    freed_pages: PageRefs = field(default_factory=lambda: NO_REFS)
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,199 @@
+"""Admission: which waiting requests start in this pass, and with which pages.
+
+A request starts when there is a row, a part of this step's prefill budget, and room for all pages
+of its prompt at once (so nothing can fail in the middle of a prefill) and for what the running
+requests will probably ask for soon. A request whose next page is just being computed by another
+one waits for that page rather than computing it twice.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from phloem.core.request import CachedTokens
+from phloem.core.tokens import TOKEN_BYTES
+from phloem.kv.sizing import pages_for_tokens
+from phloem.sched.counters import Counters
+from phloem.sched.packing import would_get_tokens
+from phloem.sched.policies import Policy, PolicyView
+from phloem.sched.queue import WaitQueue
+from phloem.sched.running import RunningSet
+from phloem.sched.state import Phase, RequestState
+
+if TYPE_CHECKING:
+    from phloem.cache import Match, PrefixCache
+
+__all__ = ["Admission", "Headroom"]
+
+MATCHES_PER_PASS = 48
+REFRESHES_PER_PASS = 16
+TOKENS_PER_CREDIT = 8192  # a long match costs more than one credit of MATCHES_PER_PASS
+
+
+class Verdict(enum.Enum):
+    """What became of one try."""
+
+    ADMITTED = "admitted"
+    WAITS = "waits"  # for a page that another request is computing
+    NO_ROOM = "no room"  # not enough pages
+    NO_BUDGET = "no budget"  # the step has no prefill tokens left for it
+
+
+class Headroom:
+    """How far ahead the pages of running requests are kept free at admission, in tokens.
+
+    A retraction shows that it was too little: doubled; afterwards it falls back slowly.
+    """
+
+    LEAST_TOKENS = 32
+    MOST_TOKENS = 4096
+
+    def __init__(self) -> None:
+        self._tokens = float(self.LEAST_TOKENS)
+
+    @property
+    def tokens(self) -> int:
+        return int(self._tokens)
+
+    def on_pass(self) -> None:
+        self._tokens = max(float(self.LEAST_TOKENS), self._tokens * 0.99)
+
+    def on_retraction(self) -> None:
+        self._tokens = min(float(self.MOST_TOKENS), self._tokens * 2)
+
+
+class Admission:
+    """Moves requests from the queue to the running set."""
+
+    def __init__(
+        self,
+        *,
+        cache: PrefixCache,
+        queue: WaitQueue,
+        running: RunningSet,
+        policy: Policy,
+        max_prefill_tokens: int,
+        counters: Counters,
+    ) -> None:
+        self.headroom = Headroom()
+        self._cache = cache
+        self._queue = queue
+        self._running = running
+        self._policy = policy
+        self._max_prefill_tokens = max_prefill_tokens
+        self._counters = counters
+        self._page_size = cache.page_size
+        self._credit = 0
+        self._remaining: list[int] = []  # tokens to compute of each running prefill
+        self._leaders: list[RequestState] = []  # their prompts' last pages are not committed yet
+
+    def find_match(self, request: RequestState) -> Match:
+        """The longest cached prefix, at least one token being left to compute."""
+        if request.match is None or request.match_version != self._cache.version:
+            self._credit -= 1 + request.num_tokens // TOKENS_PER_CREDIT
+            request.match = self._cache.match(
+                request.request.namespace,
+                request.known_tokens(),
+                max_pages=self._max_cached_pages(request),
+            )
+            request.match_version = self._cache.version
+            request.matched_pages = request.match.num_pages
+            request.num_uncached = request.num_tokens - request.matched_pages * self._page_size
+        return request.match
+
+    def admit(self, view: PolicyView) -> None:
+        """Start what can start, in the order of the queue; skip what does not fit."""
+        self.headroom.on_pass()
+        if not len(self._queue) or not self._running.tables.num_free:
+            return
+        self._credit = MATCHES_PER_PASS
+        if self._policy.uses_cache:
+            self._refresh_matches(view)
+        self._look_at_running(self._running)
+        for request, barrier in self._queue.candidates(view):
+            if not self._running.tables.num_free or self._credit <= 0:
+                break
+            verdict = self._try(request, barrier=barrier)
+            if barrier and verdict in (Verdict.NO_ROOM, Verdict.NO_BUDGET):
+                break
+
+    def _look_at_running(self, running: Iterable[RequestState]) -> None:
+        self._remaining, self._leaders = [], []
+        for request in running:
+            if request.phase is Phase.PREFILL:
+                self._remaining.append(request.prefill_end - request.num_planned)
+            if request.num_computed < request.prefill_end:
+                self._leaders.append(request)
+
+    def _refresh_matches(self, view: PolicyView) -> None:
+        """Bring a bounded number of queued requests up to date, in turn."""
+        for _ in range(min(REFRESHES_PER_PASS, len(self._queue))):
+            request = self._queue.next_to_refresh()
+            if request is None or self._credit <= MATCHES_PER_PASS // 2:
+                return
+            before = request.matched_pages
+            self.find_match(request)
+            if request.matched_pages != before:
+                self._queue.rerank(request, view)
+
+    def _try(self, request: RequestState, *, barrier: bool) -> Verdict:
+        all_pages = pages_for_tokens(request.num_tokens, self._page_size)
+        headroom = self._headroom_pages(request)
+        room = self._cache.free_pages + self._cache.evictable_pages
+        if all_pages - request.matched_pages + headroom > room:  # cheap, before matching anew
+            return Verdict.NO_ROOM
+        match = self.find_match(request)
+        if self._is_being_computed(request, match):
+            return Verdict.WAITS
+        if not would_get_tokens(
+            self._remaining, request.num_uncached, self._max_prefill_tokens, self._page_size
+        ):
+            return Verdict.NO_BUDGET
+        num_new = all_pages - match.num_pages
+        if not self._cache.can_reserve(match, num_new + headroom):
+            return Verdict.NO_ROOM
+        self._queue.admit(request, barrier=barrier)
+        self._running.start(request, self._cache.reserve(match, num_new))
+        self._count(request)
+        self._remaining.append(request.prefill_end - request.num_planned)
+        self._leaders.append(request)
+        return Verdict.ADMITTED
+
+    def _headroom_pages(self, request: RequestState) -> int:
+        if not len(self._running):
+            return 0  # alone, a request always fits: `Scheduler.add` has refused what does not
+        horizon = self.headroom.tokens
+        return self._running.expected_growth(horizon) + self._running.own_growth(request, horizon)
+
+    def _is_being_computed(self, request: RequestState, match: Match) -> bool:
+        """Is the first page past the match in a running prefill, planned or in flight?"""
+        page = match.num_pages
+        if page >= self._max_cached_pages(request) or not self._cache.enabled:
+            return False
+        page_bytes = self._page_size * TOKEN_BYTES
+        start, end = page * page_bytes, (page + 1) * page_bytes
+        tokens = request.known_tokens()
+        for leader in self._leaders:
+            if (
+                leader.num_computed <= page * self._page_size  # else it is flushed or evicted
+                and leader.prefill_tokens[start:end] == tokens[start:end]
+                and leader.request.namespace == request.request.namespace
+                and leader.prefill_tokens.startswith(tokens[:end])
+            ):
+                return True
+        return False
+
+    def _count(self, request: RequestState) -> None:
+        """Prompt and hits at first admission only; recomputation apart from both (O-08, O-09)."""
+        cached = request.num_computed
+        if request.cached is None:
+            request.cached = CachedTokens(device=cached)
+            self._counters.prompt_tokens += request.num_prompt
+            self._counters.cached_tokens += cached
+        else:
+            self._counters.recomputed_tokens += max(0, request.was_computed - cached)
+
+    def _max_cached_pages(self, request: RequestState) -> int:
+        return (request.num_tokens - 1) // self._page_size

@@ -1,0 +1,343 @@
+"""The scheduler: what the next step computes, and what the last one means.
+
+    plan:   decodes (retracting the newest where pages run out)
+            admission in policy order
+            prefill chunks, short ones first
+    apply:  tokens become known, full pages join the tree, requests end
+
+Plan k+1 may be made while step k runs: tokens of step k are then futures (see `core.plan`). A
+request that turns out to have ended in k has a wasted row in k+1, which `serial` tells apart.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import TYPE_CHECKING
+
+from phloem.core.errors import BadRequest, NoRoom, Overloaded
+from phloem.core.plan import RowPlan, RowResult, StepPlan, StepResult
+from phloem.core.request import CachedTokens, FinishReason, GenerateRequest, OutputChunk
+from phloem.core.stats import EngineStats
+from phloem.core.tokens import TOKEN_BYTES
+from phloem.kv.sizing import pages_for_tokens
+from phloem.sched.admission import Admission
+from phloem.sched.config import SchedulerConfig
+from phloem.sched.counters import Counters
+from phloem.sched.packing import pack_prefills
+from phloem.sched.policies import PolicyView, get_policy
+from phloem.sched.queue import WaitQueue
+from phloem.sched.running import RunningSet
+from phloem.sched.state import Phase, RequestState
+
+if TYPE_CHECKING:
+    from phloem.cache import PrefixCache
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """Owns the queue, the running set and, through `cache`, all pages. Single-threaded."""
+
+    def __init__(self, config: SchedulerConfig, cache: PrefixCache) -> None:
+        self.config = config
+        self.cache = cache
+        self._page_size = cache.page_size
+        self._policy = get_policy(config.policy)
+        self._queue = WaitQueue(self._policy)
+        self._running = RunningSet(max_running=config.max_running, page_size=cache.page_size)
+        self._counters = Counters()
+        self._admission = Admission(
+            cache=cache,
+            queue=self._queue,
+            running=self._running,
+            policy=self._policy,
+            max_prefill_tokens=config.max_prefill_tokens,
+            counters=self._counters,
+        )
+        self._requests: dict[str, RequestState] = {}  # queued and running
+        self._in_flight: deque[StepPlan] = deque()
+        self._seeds = random.Random(config.seed)
+        self._pass_no = 0
+
+    # What callers ask for.
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raise BadRequest for what can never be served, saying the numbers."""
+        num_bytes = len(request.tokens)
+        if num_bytes == 0 or num_bytes % TOKEN_BYTES:
+            raise BadRequest("the prompt must have at least one token", param="prompt")
+        prompt = num_bytes // TOKEN_BYTES
+        max_tokens = request.sampling.max_tokens
+        positions = prompt + max_tokens - 1  # the last sampled token is never computed
+        limit = self.config.max_model_len
+        if positions > limit:
+            raise BadRequest(
+                f"{prompt} prompt tokens and max_tokens {max_tokens} need {positions} positions; "
+                f"this model's context is {limit} tokens",
+                param="prompt" if prompt > limit else "max_tokens",
+                code="context_length_exceeded",
+            )
+        pages, total = pages_for_tokens(positions, self._page_size), self.cache.total_pages
+        if pages > total:
+            raise BadRequest(
+                f"{prompt} prompt tokens and max_tokens {max_tokens} need {pages} KV pages of "
+                f"{self._page_size} tokens; the pool has {total}",
+                param="prompt"
+                if pages_for_tokens(prompt, self._page_size) > total
+                else "max_tokens",
+                code="context_length_exceeded",
+            )
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request. Raises BadRequest if it can never be served, Overloaded if full."""
+        try:
+            if request.request_id in self._requests:
+                raise BadRequest(f"request id {request.request_id!r} is in use", param="request_id")
+            self.check(request)
+            if len(self._queue) >= self.config.max_queued:
+                raise Overloaded(f"{len(self._queue)} requests are waiting already; try again")
+        except (BadRequest, Overloaded):
+            self._counters.refused += 1
+            raise
+        seed = request.sampling.seed
+        drawn = self._seeds.getrandbits(63)  # drawn in any case: independent of the others
+        state = RequestState(
+            request, seed=drawn if seed is None else seed, eos_ids=self.config.eos_ids
+        )
+        state.queued_at_pass = self._pass_no
+        state.queued_at_tokens = self._counters.planned_tokens
+        if self._policy.uses_cache:
+            self._admission.find_match(state)
+        self._requests[request.request_id] = state
+        self._queue.add(state, self._view())
+
+    def abort(self, request_id: str) -> OutputChunk | None:
+        """End a request now, wherever it stands; None if it has ended already."""
+        request = self._requests.get(request_id)
+        return None if request is None else self._finish(request, FinishReason.ABORT)
+
+    def abort_all(self, error: str) -> list[OutputChunk]:
+        """End every request with ERROR: the worker cannot go on."""
+        return [
+            self._finish(request, FinishReason.ERROR, error=error)
+            for request in list(self._requests.values())
+        ]
+
+    def flush(self) -> int:
+        """Forget all cached pages; returns how many running requests still hold."""
+        return self.cache.flush()
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the counters."""
+        return self._counters.snapshot(
+            running=len(self._running), queued=len(self._queue), cache=self.cache.stats()
+        )
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans handed out and not applied yet."""
+        return len(self._in_flight)
+
+    # A step.
+
+    def plan(self) -> StepPlan | None:
+        """The next step; None if there is nothing to compute until a step in flight is applied."""
+        self._pass_no += 1
+        rows = self._plan_decodes()
+        self._admission.admit(self._view())
+        rows += self._plan_prefills()
+        if not rows:
+            stuck = self._requests and not self._in_flight
+            assert not stuck, f"{len(self._requests)} requests, and none of them can go on"
+            return None
+        return self._make_plan(rows)
+
+    def apply(self, result: StepResult) -> list[OutputChunk]:
+        """Take in the result of the oldest plan in flight; returns what callers must be told."""
+        plan = self._in_flight.popleft()
+        assert plan.step == result.step, f"step {result.step} came before step {plan.step}"
+        self._counters.compute_s += result.compute_s
+        outcomes = {row.serial: row for row in result.rows}
+        chunks = []
+        for row in plan.rows:
+            request = self._running.get(row.serial)
+            if request is None:
+                continue  # it ended or was retracted while the step ran: a wasted row
+            if row.sample:
+                chunks.append(self._take_token(request, row, outcomes[row.serial]))
+            else:
+                request.num_computed = row.start + row.count
+                self._running.commit(request)
+        return chunks
+
+    # Parts of a plan.
+
+    def _plan_decodes(self) -> list[RowPlan]:
+        return [
+            self._decode_row(request)
+            for request in self._running
+            if request.wants_decode and self._has_page_for_next(request)
+        ]
+
+    def _decode_row(self, request: RequestState) -> RowPlan:
+        start = request.num_planned
+        known = start < request.num_tokens
+        row = RowPlan(
+            row=request.row,
+            serial=request.serial,
+            start=start,
+            count=1,
+            tokens=request.token_slice(start, start + 1) if known else None,
+            sample=True,
+            output_index=request.num_outputs + request.num_pending,
+        )
+        request.num_planned += 1
+        request.num_pending += 1
+        return row
+
+    def _plan_prefills(self) -> list[RowPlan]:
+        prefills = [request for request in self._running if request.phase is Phase.PREFILL]
+        remaining = [request.prefill_end - request.num_planned for request in prefills]
+        counts = pack_prefills(remaining, self.config.max_prefill_tokens, self._page_size)
+        return [
+            self._prefill_row(request, count)
+            for request, count in zip(prefills, counts, strict=True)
+            if count
+        ]
+
+    def _prefill_row(self, request: RequestState, count: int) -> RowPlan:
+        start, end = request.num_planned, request.num_planned + count
+        is_last = end == request.prefill_end
+        row = RowPlan(
+            row=request.row,
+            serial=request.serial,
+            start=start,
+            count=count,
+            tokens=request.prefill_tokens[start * TOKEN_BYTES : end * TOKEN_BYTES],
+            sample=is_last,
+            output_index=request.num_outputs,
+        )
+        request.num_planned = end
+        if is_last:
+            request.num_pending = 1
+            request.phase = Phase.DECODE
+        return row
+
+    def _make_plan(self, rows: list[RowPlan]) -> StepPlan:
+        admitted, table_updates, released = self._running.tables.take_changes()
+        plan = StepPlan(
+            step=self._counters.steps,
+            rows=tuple(rows),
+            admitted=admitted,
+            table_updates=table_updates,
+            released=released,
+            freed_pages=self.cache.take_freed(),
+        )
+        self._counters.steps += 1
+        self._counters.planned_tokens += plan.num_tokens
+        self._in_flight.append(plan)
+        return plan
+
+    def _view(self) -> PolicyView:
+        return PolicyView(
+            pass_no=self._pass_no,
+            planned_tokens=self._counters.planned_tokens,
+            running_key=self._running.most_common_key(),
+        )
+
+    # Pages for decodes; retraction.
+
+    def _has_page_for_next(self, request: RequestState) -> bool:
+        """Make sure of a page for the next token; False if this request must sit this step out."""
+        missing = pages_for_tokens(request.num_planned + 1, self._page_size) - request.num_pages
+        while missing > 0:
+            try:
+                self._running.extend(request, missing)
+                break
+            except NoRoom:
+                victim, others_go_on = self._newest_to_retract()
+                if victim is request and not others_go_on:
+                    return False  # the others end with step k: wait for their pages
+                self._retract(victim)
+                if victim is request:
+                    return False
+        return True
+
+    def _newest_to_retract(self) -> tuple[RequestState, bool]:
+        """The last admitted request with something left to compute; is it not the only one?"""
+        going_on = [r for r in self._running if r.phase is Phase.PREFILL or r.wants_decode]
+        return going_on[-1], len(going_on) > 1
+
+    def _retract(self, request: RequestState) -> None:
+        """Back to the queue: committed pages stay in the tree, generated tokens are kept."""
+        assert len(self._running) > 1, "a request that runs alone always has room"
+        request.was_computed = max(request.was_computed, request.num_computed)
+        request.retractions += 1
+        self._counters.retractions += 1
+        self._admission.headroom.on_retraction()
+        self._running.stop(request, Phase.QUEUED)
+        self._queue.put_back(request)
+
+    # Ends.
+
+    def _take_token(self, request: RequestState, row: RowPlan, outcome: RowResult) -> OutputChunk:
+        """A sampled token has become known: it may end the request."""
+        request.num_pending -= 1
+        if outcome.error is not None:  # what this step wrote is not to be trusted: no commit
+            return self._finish(request, FinishReason.ERROR, error=outcome.error)
+        request.append(outcome.token)
+        request.num_computed = row.start + row.count
+        self._running.commit(request)
+        self._counters.generated_tokens += 1
+        is_stop = outcome.token in request.stop_ids and row.output_index >= request.min_tokens
+        if is_stop:
+            return self._finish(request, FinishReason.STOP, outcome=outcome)
+        if request.num_outputs >= request.max_tokens:
+            return self._finish(request, FinishReason.LENGTH, outcome=outcome)
+        return self._chunk(request, outcome=outcome)
+
+    def _finish(
+        self,
+        request: RequestState,
+        why: FinishReason,
+        *,
+        outcome: RowResult | None = None,
+        error: str | None = None,
+    ) -> OutputChunk:
+        del self._requests[request.request_id]
+        if request.phase is Phase.QUEUED:
+            self._queue.remove(request)
+            request.phase = Phase.FINISHED
+        else:
+            self._running.stop(request, Phase.FINISHED)
+        self._counters.finished[why] += 1
+        return self._chunk(request, outcome=outcome, finish=why, error=error)
+
+    def _chunk(
+        self,
+        request: RequestState,
+        *,
+        outcome: RowResult | None = None,
+        finish: FinishReason | None = None,
+        error: str | None = None,
+    ) -> OutputChunk:
+        is_stop = outcome is not None and finish is FinishReason.STOP
+        logprob = None if outcome is None else outcome.logprob
+        return OutputChunk(
+            request_id=request.request_id,
+            tokens=() if outcome is None else (outcome.token,),
+            logprobs=() if logprob is None else (logprob,),
+            finish=finish,
+            stop_token=outcome.token if outcome is not None and is_stop else None,
+            error=error,
+            prompt_tokens=request.num_prompt,
+            cached=request.cached or _NOTHING_CACHED,
+        )
+
+
+_NOTHING_CACHED = CachedTokens()

@@ -1,0 +1,28 @@
+"""The simulator: the real loop, scheduler and cache with a fake worker and a virtual clock."""
+
+from __future__ import annotations
+
+from phloem.sim.cost import CostModel, CostWorker
+from phloem.sim.fake_worker import FakeWorker, PageFault
+from phloem.sim.models import NextToken, cold, hash_model, scripted_model
+from phloem.sim.replay import ReplayReport, ReplayTarget, replay, simulated_target
+from phloem.sim.traces import TraceError, TraceRequest, read_trace, trace_tokens
+
+__all__ = [
+    "CostModel",
+    "CostWorker",
+    "FakeWorker",
+    "NextToken",
+    "PageFault",
+    "ReplayReport",
+    "ReplayTarget",
+    "TraceError",
+    "TraceRequest",
+    "cold",
+    "hash_model",
+    "read_trace",
+    "replay",
+    "scripted_model",
+    "simulated_target",
+    "trace_tokens",
+]

@@ -1,0 +1,159 @@
+"""A worker with page memory and no weights.
+
+It keeps what a real worker keeps - page tables by row, changed by deltas only, and the token
+buffer that futures are read from - and a memory of one cell per (slot, offset). Computing a token
+writes (id, position) into its cell; attending reads every cell from 0 on through the page table.
+So a wrong page, a stale table entry, a page given away too early, or KV that nobody computed
+raises PageFault or changes the answer. Freed pages are poisoned at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from phloem.core.plan import RowInit, RowPlan, RowResult, StepPlan, StepResult
+from phloem.core.refs import slots_of
+from phloem.core.tokens import tokens_from_bytes, tokens_to_bytes
+from phloem.sim.models import NextToken, choose
+
+__all__ = ["FakeWorker", "PageFault"]
+
+_POISON = -1
+_NO_PAGE = -1
+
+
+class PageFault(Exception):
+    """A row read what was never computed, or what is not its own."""
+
+
+class _Row:
+    """One row of the worker's tables."""
+
+    __slots__ = ("init", "num_known", "pages", "tokens")
+
+    def __init__(self, init: RowInit, max_model_len: int, page_size: int) -> None:
+        self.init = init
+        self.pages = np.full(-(-max_model_len // page_size), _NO_PAGE, dtype=np.int64)
+        self.tokens = np.zeros(max_model_len + 1, dtype=np.int32)  # + the last sampled one
+        known = tokens_from_bytes(init.tokens)
+        self.tokens[: len(known)] = known
+        self.num_known = len(known)
+
+
+class FakeWorker:
+    """Implements `core.protocols.Worker`. Steps run late, when they are collected.
+
+    `fail_row(serial, output_index)` returns an error text to make that row fail, else None.
+    """
+
+    def __init__(
+        self,
+        model: NextToken,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_running: int,
+        max_model_len: int,
+        fail_row: Callable[[int, int], str | None] = lambda serial, index: None,  # noqa: ARG005
+    ) -> None:
+        self.max_step_tokens = 0  # the largest step so far
+        self._model = model
+        self._page_size = page_size
+        self._max_model_len = max_model_len
+        self._fail_row = fail_row
+        self._ids = np.full((num_pages, page_size), _POISON, dtype=np.int32)
+        self._positions = np.full((num_pages, page_size), _POISON, dtype=np.int64)
+        self._rows: list[_Row | None] = [None] * max_running
+        self._queue: deque[StepPlan] = deque()
+        self._last_step = -1
+
+    def submit(self, plan: StepPlan) -> None:
+        assert len(self._queue) < 2, "at most two plans may be in flight"
+        self._queue.append(plan)
+
+    def collect(self) -> StepResult:
+        plan = self._queue.popleft()
+        assert plan.step == self._last_step + 1, f"step {plan.step} after {self._last_step}"
+        self._last_step = plan.step
+        self._change_tables(plan)
+        for row in plan.rows:  # all writes come before all reads, as in a layer
+            self._write(row)
+        outcomes = [self._attend(row) for row in plan.rows]
+        self.max_step_tokens = max(self.max_step_tokens, plan.num_tokens)
+        return StepResult(step=plan.step, rows=tuple(o for o in outcomes if o is not None))
+
+    def close(self) -> None:
+        self._queue.clear()
+
+    def _change_tables(self, plan: StepPlan) -> None:
+        for row in plan.released:
+            assert self._rows[row] is not None, f"row {row} is released but was free"
+            self._rows[row] = None
+        slots = slots_of(plan.freed_pages)
+        self._ids[slots] = _POISON
+        self._positions[slots] = _POISON
+        for init in plan.admitted:
+            assert self._rows[init.row] is None, f"row {init.row} is given away twice"
+            self._rows[init.row] = _Row(init, self._max_model_len, self._page_size)
+        for update in plan.table_updates:
+            end = update.first_page + len(update.refs)
+            self._row(update.row).pages[update.first_page : end] = update.refs
+
+    def _row(self, row: int) -> _Row:
+        state = self._rows[row]
+        assert state is not None, f"row {row} is not in use"
+        return state
+
+    def _write(self, plan: RowPlan) -> None:
+        row = self._row(plan.row)
+        assert row.init.serial == plan.serial, f"row {plan.row} has another tenant"
+        end = plan.start + plan.count
+        assert 0 < plan.count <= row.num_known - plan.start, f"{plan} is past what is known"
+        ids = row.tokens[plan.start : end]
+        if plan.tokens is None:
+            assert (plan.count, end) == (1, row.num_known), f"{plan} is no future"
+        else:
+            assert np.array_equal(ids, tokens_from_bytes(plan.tokens)), f"{plan}: other ids"
+        positions = np.arange(plan.start, end)
+        slots = self._slots(row, positions)
+        self._ids[slots, positions % self._page_size] = ids
+        self._positions[slots, positions % self._page_size] = positions
+
+    def _attend(self, plan: RowPlan) -> RowResult | None:
+        row = self._row(plan.row)
+        end = plan.start + plan.count
+        positions = np.arange(end)
+        slots = self._slots(row, positions)
+        offsets = positions % self._page_size
+        if not np.array_equal(self._positions[slots, offsets], positions):
+            wrong = int(np.argmax(self._positions[slots, offsets] != positions))
+            raise PageFault(f"row {plan.row}: position {wrong} of {end} is not in its page")
+        context = self._ids[slots, offsets]
+        if not plan.sample:
+            return None
+        assert end == row.num_known, f"{plan}: sampled before the end of what is known"
+        error = self._fail_row(plan.serial, plan.output_index)
+        if error is not None:
+            return RowResult(row=plan.row, serial=plan.serial, error=error)
+        token = choose(
+            self._model,
+            tokens_to_bytes(context),
+            index=plan.output_index,
+            min_tokens=row.init.sampling.min_tokens,
+            stop_ids=row.init.stop_ids,
+        )
+        index = row.num_known - row.init.num_prompt_tokens
+        assert plan.output_index == index, f"{plan}: this is output number {index}"
+        row.tokens[row.num_known] = token
+        row.num_known += 1
+        return RowResult(row=plan.row, serial=plan.serial, token=token)
+
+    def _slots(self, row: _Row, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        refs = row.pages[positions // self._page_size]
+        if (refs < 0).any():
+            raise PageFault(f"row of serial {row.init.serial} has no page for some position")
+        return slots_of(refs)

@@ -1,0 +1,209 @@
+"""Replay a trace through the real loop, scheduler and cache.
+
+By default with a worker that computes nothing, one request after another (times ignored); timed,
+requests arrive when the trace says, and with a virtual clock no time is spent waiting.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from phloem.cache import PrefixCache
+from phloem.core.clock import VirtualClock
+from phloem.core.errors import BadRequest, EngineDead
+from phloem.core.namespace import make_namespace
+from phloem.core.request import GenerateRequest, OutputChunk, SamplingParams
+from phloem.kv.sizing import pages_for_tokens
+from phloem.loop import EngineLoop
+from phloem.sched import Scheduler, SchedulerConfig
+from phloem.sim.cost import CostModel, CostWorker
+from phloem.sim.traces import TraceRequest, trace_tokens
+
+__all__ = ["LoopFactory", "ReplayReport", "ReplayTarget", "replay", "simulated_target"]
+
+Emit: TypeAlias = Callable[[Sequence[OutputChunk]], None]
+LoopFactory: TypeAlias = Callable[[Emit], EngineLoop]
+
+_NO_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayTarget:
+    """What a trace is played on. `make_loop(emit)` builds the loop; its chunks go to `emit`."""
+
+    make_loop: LoopFactory
+    vocab_size: int = 32_000  # prompts use ids below it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayReport:
+    """What a replay saw. Refused requests count in `requests` and `refused` only."""
+
+    requests: int
+    refused: int
+    prompt_tokens: int
+    cached_tokens: int
+    evicted_pages: int
+    cached_by_request: tuple[int | None, ...]  # None: refused
+    elapsed_s: float  # by the loop's clock
+
+    @property
+    def hit_rate(self) -> float:
+        """Cached tokens per prompt token."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+def simulated_target(
+    *,
+    num_pages: int,
+    policy: str = "lpm",
+    page_size: int = 16,
+    cost: CostModel | None = None,
+) -> ReplayTarget:
+    """The real loop, scheduler and cache over a worker that computes nothing."""
+
+    def make_loop(emit: Emit) -> EngineLoop:
+        clock = VirtualClock()
+        cache = PrefixCache(page_size=page_size, num_pages=(num_pages,))
+        config = SchedulerConfig(
+            max_model_len=_NO_LIMIT, max_queued=_NO_LIMIT, policy=policy, max_prefill_tokens=16384
+        )
+        return EngineLoop(Scheduler(config, cache), CostWorker(clock, cost), clock, emit)
+
+    return ReplayTarget(make_loop=make_loop)
+
+
+def replay(
+    trace: Iterable[TraceRequest],
+    *,
+    num_pages: int | None = None,
+    policy: str = "lpm",
+    page_size: int = 16,
+    timed: bool = False,
+    max_tokens: int | None = 1,
+    target: ReplayTarget | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,  # noqa: ARG005
+) -> ReplayReport:
+    """Run a trace; answers are greedy.
+
+    `num_pages` None: a pool that never evicts. `max_tokens` None: as many as the trace says.
+    `target` replaces the simulated one (then `num_pages`, `policy` and `page_size` are its own
+    business). `on_progress(done, total)` is called as requests end.
+    """
+    requests = list(trace)
+    if target is None:
+        if num_pages is None:
+            num_pages = sum(_most_pages(request, max_tokens, page_size) for request in requests)
+        target = simulated_target(num_pages=max(1, num_pages), policy=policy, page_size=page_size)
+    run = _Run(requests, target, max_tokens=max_tokens, on_progress=on_progress)
+    return run.by_arrival_times() if timed else run.one_after_another()
+
+
+def _most_pages(request: TraceRequest, max_tokens: int | None, page_size: int) -> int:
+    outputs = request.num_output_tokens if max_tokens is None else max_tokens
+    return pages_for_tokens(request.num_prompt_tokens + max(1, outputs), page_size)
+
+
+class _Run:
+    """One replay: its loop, and what has come out of it."""
+
+    def __init__(
+        self,
+        requests: list[TraceRequest],
+        target: ReplayTarget,
+        *,
+        max_tokens: int | None,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        self._requests = requests
+        self._max_tokens = max_tokens
+        self._on_progress = on_progress
+        self._vocab_size = target.vocab_size
+        self._cached: list[int | None] = [None] * len(requests)
+        self._refused = 0
+        self._done = 0
+        self._loop = target.make_loop(self._take)
+        self._evicted_before = self._evicted_pages()
+        self._start_s = self._now()
+
+    def one_after_another(self) -> ReplayReport:
+        for index in range(len(self._requests)):
+            self._add(index)
+            while not self._loop.idle:
+                self._step()
+        return self._report()
+
+    def by_arrival_times(self) -> ReplayReport:
+        order = sorted(range(len(self._requests)), key=lambda i: self._requests[i].arrival_s)
+        for index in order:
+            due_s = self._start_s + self._requests[index].arrival_s
+            while self._now() < due_s and not self._loop.idle:
+                self._step()
+            self._wait_until(due_s)
+            self._add(index)
+        while not self._loop.idle:
+            self._step()
+        return self._report()
+
+    def _step(self) -> None:
+        self._loop.step()
+        if self._loop.dead is not None:
+            raise EngineDead(f"the replay stopped: {self._loop.dead}")
+
+    def _now(self) -> float:
+        return self._loop.clock.now_s()
+
+    def _wait_until(self, due_s: float) -> None:
+        wait_s = due_s - self._now()
+        if wait_s <= 0:
+            return
+        if isinstance(self._loop.clock, VirtualClock):
+            self._loop.clock.advance(wait_s)
+        else:
+            time.sleep(wait_s)
+
+    def _add(self, index: int) -> None:
+        trace = self._requests[index]
+        outputs = trace.num_output_tokens if self._max_tokens is None else self._max_tokens
+        request = GenerateRequest(
+            request_id=str(index),
+            tokens=trace_tokens(trace, vocab_size=self._vocab_size),
+            sampling=SamplingParams(max_tokens=max(1, outputs), temperature=0.0, ignore_eos=True),
+            namespace=make_namespace(model="replay"),
+            arrival_s=trace.arrival_s,
+        )
+        try:
+            self._loop.add(request)
+        except BadRequest:
+            self._refused += 1
+            self._count_done()
+
+    def _take(self, chunks: Sequence[OutputChunk]) -> None:
+        for chunk in chunks:
+            if chunk.finish is not None:
+                self._cached[int(chunk.request_id)] = chunk.cached.total
+                self._count_done()
+
+    def _count_done(self) -> None:
+        self._done += 1
+        self._on_progress(self._done, len(self._requests))
+
+    def _evicted_pages(self) -> int:
+        return self._loop.stats().cache.evicted_pages_total
+
+    def _report(self) -> ReplayReport:
+        served = [
+            (r, c) for r, c in zip(self._requests, self._cached, strict=True) if c is not None
+        ]
+        return ReplayReport(
+            requests=len(self._requests),
+            refused=self._refused,
+            prompt_tokens=sum(request.num_prompt_tokens for request, _ in served),
+            cached_tokens=sum(cached for _, cached in served),
+            evicted_pages=self._evicted_pages() - self._evicted_before,
+            cached_by_request=tuple(self._cached),
+            elapsed_s=self._now() - self._start_s,
+        )
