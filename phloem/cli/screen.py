@@ -10,6 +10,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
@@ -21,34 +22,32 @@ __all__ = ["facts_table", "loading_bar", "progress_bar"]
 
 def progress_bar() -> Progress:
     """A bar on stderr that vanishes when done; nothing is drawn where stderr is no terminal."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
+    return _quiet_bar(MofNCompleteColumn())
 
 
 @contextlib.contextmanager
 def loading_bar() -> Iterator[Callable[[int, int, str], None]]:
     """A bar for a model that loads; yields the callback on_load(done, total, phase)."""
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-    )
-    with bar:
+    with _quiet_bar(TaskProgressColumn()) as bar:
         task = bar.add_task("starting", total=None)
 
         def on_load(done: int, total: int, phase: str) -> None:
             bar.update(task, description=phase, completed=done, total=total or None)
 
         yield on_load
-        bar.update(task, description="model loaded", total=1, completed=1)
+
+
+def _quiet_bar(amount: ProgressColumn) -> Progress:
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        amount,
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
 
 
 def facts_table(rows: Iterable[tuple[str, str]]) -> Table:

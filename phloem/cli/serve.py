@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import socket
 import sys
@@ -74,47 +75,48 @@ def parse_config(argv: Sequence[str]) -> Config:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Serve until SIGTERM or Ctrl-C."""
+    """Serve until SIGTERM or Ctrl-C; returns the server's exit code."""
     config = parse_config(argv)
-    _expect_free_port(config.server.host, config.server.port)
     logging.basicConfig(
         level=config.runtime.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    return _serve(config)
+    # Imported late: usage errors are answered before the web framework is loaded.
+    from phloem.server import bind
+
+    # Taken now: a port in use shows before a minute of loading, not after it.
+    sock = bind(config.server.host, config.server.port)
+    try:
+        return _serve(config, sock)
+    finally:
+        sock.close()
 
 
-def _serve(config: Config) -> int:
-    # Imported late: what stands above answers usage errors at once.
+def _serve(config: Config, sock: socket.socket) -> int:
     from rich.console import Console
 
     from phloem.cli.screen import facts_table, loading_bar
-    from phloem.engine import AsyncEngine
-    from phloem.engine.facts import startup_rows
-    from phloem.server import ServerSettings, create_app, serve
+    from phloem.engine import AsyncEngine, startup_rows
+    from phloem.server import Server, ServerSettings, create_app, serve_async
 
     options = config.server
     name = config.model.served_model_name
     settings = ServerSettings(
         served_model_names=() if name is None else (name,), api_key=options.api_key
     )
-    console = Console(highlight=False)
     with loading_bar() as on_load:
         engine = AsyncEngine.launch(config, on_load=on_load)
+    console = Console(highlight=False)
     console.print(facts_table(startup_rows(engine.facts)))
-    app = create_app(engine, settings)
 
     def on_ready(port: int) -> None:
-        _announce(options.host, port, name or engine.card.name, with_key=bool(options.api_key))
+        served = name or engine.card.name
+        _announce(options.host, port, served, with_key=options.api_key is not None)
 
-    return serve(
-        app,
-        engine,
-        host=options.host,
-        port=options.port,
-        drain_timeout_s=options.drain_timeout_s,
-        on_ready=on_ready,
-    )
+    app = create_app(engine, settings)
+    server = Server(app, engine, on_ready=on_ready, drain_timeout_s=options.drain_timeout_s)
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        return runner.run(serve_async(server, sock))
 
 
 def _announce(host: str, port: int, model: str, *, with_key: bool) -> None:
@@ -127,19 +129,3 @@ def _announce(host: str, port: int, model: str, *, with_key: bool) -> None:
     print(f'  "model": "{model}",')
     print('  "messages": [{"role": "user", "content": "Say hello in one short sentence."}]}\'')
     sys.stdout.flush()
-
-
-def _expect_free_port(host: str, port: int) -> None:
-    """Find out now, not after a minute of loading, that the server could not listen."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; "
-            "choose another --host or --port"
-        ) from None

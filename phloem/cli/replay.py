@@ -1,0 +1,193 @@
+"""`phloem replay TRACE...`: request traces through the real loop, scheduler and cache."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from phloem.cli.screen import progress_bar
+from phloem.config import CacheOptions, Config, ModelOptions, SchedulerOptions
+from phloem.config.flags import FlagParser, add_settings, build_settings, given_settings
+from phloem.config.setting import setting, validate
+from phloem.core.errors import ConfigError
+from phloem.core.request import OutputChunk
+from phloem.loop import EngineLoop
+from phloem.sim import ReplayReport, ReplayTarget, TraceError, TraceRequest, read_trace, replay
+
+__all__ = ["ReplayOptions", "run"]
+
+# Figures of a report, and how the table calls them (it must fit in 80 columns).
+FIELDS = {
+    "requests": "requests",
+    "refused": "refused",
+    "prompt_tokens": "prompt",
+    "cached_tokens": "cached",
+    "hit_rate": "hit rate",
+    "evicted_pages": "evicted",
+}
+
+_EPILOG = """\
+A trace is a file of JSON lines with input_length, output_length, hash_ids and timestamp (ms): equal
+hash ids are equal runs of 16 tokens. No model is needed unless --model names one.
+
+examples:
+  phloem replay conversation.jsonl                 with room for everything
+  phloem replay *.jsonl --pages 4096 --policy lpm
+  phloem replay conversation.jsonl --json | tail -1
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """How the traces are played."""
+
+    pages: int | None = setting(None, "pages of the pool; default: room for the whole trace", low=1)
+    policy: Literal["lpm", "fcfs", "hrrn", "routing_key"] = setting(
+        "lpm", "order of the queue", spellings={"routing-key": "routing_key"}
+    )
+    page_size: int = setting(16, "tokens a page", low=1, high=1024)
+    timed: bool = setting(False, "let requests arrive at their times instead of one after another")
+    limit: int | None = setting(None, "play the first N requests of each trace only", low=1)
+    model: str | None = setting(None, "play through the real engine with this model")
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Replay each trace and print what was cached."""
+    parser = FlagParser(
+        prog="phloem replay",
+        usage="phloem replay TRACE [TRACE ...] [flags]",
+        description="Run request traces through the real scheduler and cache.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("traces", metavar="TRACE", nargs="+", help="trace file (JSON lines)")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document as the last line"
+    )
+    add_settings(parser, ReplayOptions, title="replay")
+    args = parser.parse_args(argv)
+    options = build_settings(ReplayOptions, given_settings(args))
+    paths = [Path(name) for name in args.traces]
+    if len(set(paths)) < len(paths):
+        raise ConfigError("a trace is named twice")
+    traces = {path: _read(path, options.limit) for path in paths}
+    reports = {str(path): _play(path, trace, options) for path, trace in traces.items()}
+    Console(stderr=args.json, highlight=False).print(_table(reports))
+    if args.json:
+        print(json.dumps(_document(reports)), flush=True)
+    return 0
+
+
+def _read(path: Path, limit: int | None) -> list[TraceRequest]:
+    try:
+        trace = list(itertools.islice(read_trace(path), limit))
+    except TraceError as error:
+        raise ConfigError(str(error)) from None
+    if not trace:
+        raise ConfigError(f"{path}: holds no request")
+    return trace
+
+
+def _play(path: Path, trace: list[TraceRequest], options: ReplayOptions) -> ReplayReport:
+    with progress_bar() as bar:
+        task = bar.add_task(path.name, total=len(trace))
+
+        def on_progress(done: int, _total: int) -> None:
+            bar.update(task, completed=done)
+
+        if options.model is not None:
+            return _play_real(trace, options, on_progress)
+        return replay(
+            trace,
+            num_pages=options.pages,
+            policy=options.policy,
+            page_size=options.page_size,
+            timed=options.timed,
+            on_progress=on_progress,
+        )
+
+
+class _Hooks:
+    """A core's hooks: output goes to the replay once there is one; nobody watches the rest."""
+
+    def __init__(self) -> None:
+        self.take: Callable[[Sequence[OutputChunk]], None] = lambda _: None
+
+    def emit(self, chunks: list[OutputChunk]) -> None:
+        self.take(chunks)
+
+    def on_layer(self) -> None:
+        """Nobody watches a heartbeat here."""
+
+    def on_load(self, done: int, total: int, phase: str) -> None:
+        """The bar counts requests."""
+
+
+def _play_real(
+    trace: list[TraceRequest], options: ReplayOptions, on_progress: Callable[[int, int], None]
+) -> ReplayReport:
+    """The same requests through a real model in this process, loaded anew for each trace."""
+    # Imported late: the simulated replay needs no torch.
+    from phloem.engine.build import build_core
+
+    assert options.model is not None, "the caller has looked"
+    config = Config(
+        model=ModelOptions(model=options.model),
+        cache=CacheOptions(page_size=options.page_size, num_pages=options.pages),
+        scheduler=SchedulerOptions(schedule_policy=options.policy),
+    )
+    hooks = _Hooks()
+    core = build_core(config, hooks, ())
+
+    def make_loop(take: Callable[[Sequence[OutputChunk]], None]) -> EngineLoop:
+        hooks.take = take
+        return core.loop
+
+    try:
+        target = ReplayTarget(make_loop=make_loop, vocab_size=core.facts.card.vocab_size)
+        return replay(trace, timed=options.timed, target=target, on_progress=on_progress)
+    finally:
+        core.close()
+
+
+def _table(reports: dict[str, ReplayReport]) -> Table:
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("trace", overflow="fold")
+    for label in FIELDS.values():
+        table.add_column(label, justify="right", no_wrap=True)
+    for path, report in reports.items():
+        table.add_row(Path(path).name, *(_cell(value) for value in _fields(report).values()))
+    if len(reports) > 1:
+        table.add_section()
+        table.add_row("all", *(_cell(value) for value in _total(reports).values()))
+    return table
+
+
+def _cell(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.2%}"
+
+
+def _document(reports: dict[str, ReplayReport]) -> dict[str, Any]:
+    """The sums of all traces, and each trace's own figures."""
+    traces = [{"trace": path, **_fields(report)} for path, report in reports.items()]
+    return {**_total(reports), "traces": traces}
+
+
+def _fields(report: ReplayReport) -> dict[str, int | float]:
+    return {name: getattr(report, name) for name in FIELDS}
+
+
+def _total(reports: dict[str, ReplayReport]) -> dict[str, int | float]:
+    sums = {name: sum(getattr(r, name) for r in reports.values()) for name in FIELDS}
+    sums["hit_rate"] = sums["cached_tokens"] / max(sums["prompt_tokens"], 1)
+    return sums
