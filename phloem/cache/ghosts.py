@@ -13,23 +13,16 @@ __all__ = ["Ghosts"]
 class Ghosts:
     """Content keys of the last evicted pages. The oldest are forgotten first."""
 
-    __slots__ = ("_keys", "capacity", "recalled_pages")
+    __slots__ = ("capacity", "keys", "recalled_pages")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.recalled_pages = 0
-        self._keys: OrderedDict[int, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def keys(self) -> list[int]:
-        """The keys held, oldest first."""
-        return list(self._keys)
+        self.keys: OrderedDict[int, None] = OrderedDict()  # the oldest first
 
     def remember(self, packed_keys: bytes) -> None:
         """Pages were evicted."""
-        keys = self._keys
+        keys = self.keys
         for key in array("Q", packed_keys):
             keys[key] = None
         while len(keys) > self.capacity:
@@ -42,7 +35,7 @@ class Ghosts:
 
         `key` is the content key of the page before them.
         """
-        keys = self._keys
+        keys = self.keys
         count = 0
         for offset in range(start, end, page_bytes):
             key = hasher(key + tokens[offset : offset + page_bytes])

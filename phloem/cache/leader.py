@@ -21,6 +21,7 @@ __all__ = ["Leader"]
 
 # A leaf is lengthened in place while that copies little; what grows beyond is joined at close.
 APPEND_BYTES = 16 * 1024
+JOIN_RATIO = 16
 
 
 class Leader:
@@ -59,16 +60,7 @@ class Leader:
         self.reservations: set[Reservation] = set()  # open now; never iterated to decide anything
         self._freed: list[bytes] = []
 
-    # -- reservations ------------------------------------------------------------------------
-
-    def opened(self, reservation: Reservation) -> Reservation:
-        """Keep track of an open reservation, and return it."""
-        self.reservations.add(reservation)
-        return reservation
-
-    def closed(self, reservation: Reservation) -> None:
-        """Forget a reservation."""
-        self.reservations.discard(reservation)
+    # -- ghosts ------------------------------------------------------------------------
 
     def recall(self, match: Match) -> None:
         """Count the pages right after the match that were cached once."""
@@ -148,11 +140,11 @@ class Leader:
     def unlock(self, node: Node) -> None:
         """Unlock the path from `node` to the root, then join a private run that ends in it."""
         idle, refs = self.log.append(commands.unlock(node.id))
-        if refs:
-            self._note_freed(refs)
         if idle:
             self.policy.unlocked(idle)
-        if not node.detached:
+        if refs:
+            self._note_freed(refs)
+        if not node.detached and node.parent is not self.tree.root:
             self._join(node)
 
     def split(self, node: Node, num_pages: int) -> Node:
@@ -185,15 +177,20 @@ class Leader:
     def _join(self, node: Node) -> None:
         # Only what the leaving request has walked: all of it is equally recent, so that one
         # place in the order of eviction stands for the whole run.
-        parent = node.parent
+        # A much longer ancestor stays as it is, so that joining copies each token a bounded number
+        # of times while a session grows; the path of a session then has O(log) nodes.
+        length = len(node.key)
         count = 0
+        parent = node.parent
         while (
             parent is not None
-            and parent.parent is not None
             and parent.locks == node.locks
             and len(parent.children) == 1
+            and parent.parent is not None
+            and len(parent.key) <= JOIN_RATIO * length
         ):
             count += 1
+            length += len(parent.key)
             parent = parent.parent
         if count:
             gone = self.log.append(commands.merge(node.id, count))

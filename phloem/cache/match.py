@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from phloem.cache.node import REF_BYTES, Node
+from phloem.cache.node import REF_BYTES, REF_DTYPE, Node
 from phloem.core.refs import NO_REFS, PageRefs
 from phloem.core.tokens import TOKEN_BYTES
 
@@ -48,18 +48,22 @@ class Match:
 
     def packed_refs(self) -> bytes:
         """The refs of the matched pages in order, packed. Valid while the match is."""
-        node = self.node
-        if not self.node_pages:
+        node: Node | None = self.node
+        size = self.node_pages * REF_BYTES
+        if not size or node is None:
             return b""
-        parts = [node.refs[: self.node_pages * REF_BYTES]]
-        parent = node.parent
-        while parent is not None:
-            parts.append(parent.refs)
-            parent = parent.parent
+        refs = node.refs if size == len(node.refs) else node.refs[:size]
+        node = node.parent
+        if node is None or node.parent is None:  # right below the root
+            return refs
+        parts = [refs]
+        while node is not None:
+            parts.append(node.refs)
+            node = node.parent
         parts.reverse()
         return b"".join(parts)
 
     def refs(self) -> PageRefs:
         """The pages, int64 (num_pages,), read-only. Valid while the match is."""
         packed = self.packed_refs()
-        return np.frombuffer(packed, dtype=np.int64) if packed else NO_REFS
+        return np.frombuffer(packed, REF_DTYPE) if packed else NO_REFS

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from array import array
 
+import numpy as np
+
 from phloem.cache.components import ExtraState
 
-__all__ = ["REF_BYTES", "Node"]
+__all__ = ["REF_BYTES", "REF_DTYPE", "Node"]
 
 REF_BYTES = 8
+REF_DTYPE = np.dtype(np.int64)  # made once: converting the type costs as much as the array
 
 
 class Node:

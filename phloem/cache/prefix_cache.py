@@ -14,6 +14,7 @@ from phloem.cache.eviction import make_eviction_policy
 from phloem.cache.ghosts import Ghosts
 from phloem.cache.leader import Leader
 from phloem.cache.match import Match
+from phloem.cache.node import REF_BYTES, REF_DTYPE
 from phloem.cache.placement import OneOwner
 from phloem.cache.reservation import Reservation
 from phloem.cache.state import CacheState
@@ -95,28 +96,29 @@ class PrefixCache:
         With share=False nothing that is computed is ever offered to others.
         Raises NoRoom, and the cache is unchanged.
         """
-        if match.epoch != self._tree.epoch:
+        tree, state, leader = self._tree, self.state, self.leader
+        if match.epoch != tree.epoch:
             match, num_new_pages = self._refresh(match, num_new_pages)
-        leader = self.leader
-        if num_new_pages > self.state.free_pages and not self.can_reserve(match, num_new_pages):
+        if num_new_pages > state.free_pages and not self.can_reserve(match, num_new_pages):
             raise NoRoom(
-                f"{num_new_pages} pages asked, {self.free_pages} free and {self.evictable_pages} "
+                f"{num_new_pages} pages asked, {state.free_pages} free and {self.evictable_pages} "
                 f"evictable, {leader.unlocked_on_path(match)} of them in this request's own prefix"
             )
-        if self.enabled and leader.ghosts:
+        if leader.ghosts.keys:
             leader.recall(match)
-        num_cached = match.num_pages
-        node = match.node
+        node, num_cached = match.node, match.num_pages
         packed = match.packed_refs()
         if num_cached:
-            if match.node_pages < node.num_pages:
+            if match.node_pages * REF_BYTES < len(node.refs):
                 node = leader.split(node, match.node_pages)
-            leader.lock(node, self._tree.root)
+            leader.lock(node, tree.root)
         if num_new_pages > 0:
             packed += leader.allocate(num_cached, num_new_pages)
-        table = np.frombuffer(packed, dtype=np.int64)
+        table = np.frombuffer(packed, REF_DTYPE)
         shares = share and self.enabled
-        return leader.opened(Reservation(leader, match.namespace, node, table, num_cached, shares))
+        reservation = Reservation(leader, match.namespace, node, table, num_cached, shares)
+        leader.reservations.add(reservation)
+        return reservation
 
     def evict(self, num_pages: int) -> int:
         """Evict up to `num_pages` pages that nobody locks; returns how many were."""
@@ -133,7 +135,7 @@ class PrefixCache:
     def take_freed(self) -> PageRefs:
         """Refs freed since the last call, in order (n,); always empty unless record_freed."""
         packed = self.leader.take_freed()
-        return np.frombuffer(packed, dtype=np.int64) if packed else NO_REFS
+        return np.frombuffer(packed, REF_DTYPE) if packed else NO_REFS
 
     # -- counting ----------------------------------------------------------------------------
 

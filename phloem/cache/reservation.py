@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from phloem.cache.node import REF_BYTES, Node
+from phloem.cache.node import REF_BYTES, REF_DTYPE, Node
 from phloem.core.refs import PageRefs
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ class Reservation:
     """
 
     __slots__ = (
-        "_capacity",
         "_leader",
         "_namespace",
         "_node",
@@ -65,8 +64,7 @@ class Reservation:
         self._node = node  # the end of what is locked
         self._shares = shares
         self._table = table
-        self._capacity = len(table)
-        self.num_pages = self._capacity
+        self.num_pages = len(table)
         self.num_cached_pages = num_cached_pages  # when it was reserved; never changes
         self.num_committed_pages = num_cached_pages
         self.num_shared_pages = num_cached_pages  # in the tree; later pages are this request's own
@@ -86,7 +84,8 @@ class Reservation:
     @property
     def refs(self) -> PageRefs:
         """The page table, int64 (num_pages,)."""
-        return self._table[: self.num_pages]
+        table = self._table
+        return table if len(table) == self.num_pages else table[: self.num_pages]
 
     @property
     def node(self) -> Node:
@@ -105,12 +104,11 @@ class Reservation:
             return
         packed = self._leader.allocate(self.num_pages, num_pages)
         old, new = self.num_pages, self.num_pages + num_pages
-        if new > self._capacity:
-            self._capacity = new + (new >> 3) + 8
-            table = np.empty(self._capacity, dtype=np.int64)
+        if new > len(self._table) or not self._table.flags.writeable:
+            table = np.empty(new + (new >> 3) + 8, REF_DTYPE)
             table[:old] = self._table[:old]
             self._table = table
-        self._table[old:new] = np.frombuffer(packed, dtype=np.int64)
+        self._table[old:new] = np.frombuffer(packed, REF_DTYPE)
         self.num_pages = new
 
     def commit(self, tokens: bytes) -> PagesChanged | None:
@@ -141,7 +139,7 @@ class Reservation:
             leader.free(self._table[self.num_shared_pages : self.num_pages].tobytes())
         if self.num_shared_pages:
             leader.unlock(self._node)
-        leader.closed(self)
+        leader.reservations.discard(self)
 
     def stop_sharing(self) -> None:
         """From now on commit nothing to the tree (what it holds was flushed)."""
@@ -179,7 +177,7 @@ class Reservation:
 
     def _repoint(self, first: int, packed: bytes) -> PagesChanged:
         stop = first + len(packed) // REF_BYTES
-        refs = np.frombuffer(packed, dtype=np.int64)
+        refs = np.frombuffer(packed, REF_DTYPE)
         self._leader.free(self._table[first:stop].tobytes())
         self._table = self._table.copy()  # who holds the old one keeps what it read
         self._table[first:stop] = refs

@@ -234,16 +234,16 @@ class RadixTree:
         fresh = []
         if above is not self.root:
             now = above.last_access  # a lock that moves down is as old as it was
-        while node is not above:
-            if not node.locks:
-                fresh.append(node)
-                self.locked_pages += len(node.refs) // REF_BYTES
-            node.locks += 1
-            node.hits += 1
-            node.last_access = now
-            parent = node.parent
-            assert parent is not None, "a lock must end above its start"
-            node = parent
+        step: Node | None = node
+        while step is not above:
+            assert step is not None, f"{node} is not below {above}"
+            if not step.locks:
+                fresh.append(step)
+                self.locked_pages += len(step.refs) // REF_BYTES
+            step.locks += 1
+            step.hits += 1
+            step.last_access = now
+            step = step.parent
         return fresh
 
     def unlock(self, node: Node, now: int) -> tuple[list[Node], bytes]:
@@ -253,16 +253,17 @@ class RadixTree:
         are gone.
         """
         idle = []
-        while node.id != ROOT_ID:
-            assert node.locks > 0, f"{node} is unlocked once too often"
-            node.locks -= 1
-            node.last_access = now
-            if not node.locks:
-                idle.append(node)
-                self.locked_pages -= len(node.refs) // REF_BYTES
-            parent = node.parent
-            assert parent is not None, f"{node} is not in the tree"
-            node = parent
+        root = self.root
+        step: Node | None = node
+        while step is not root:
+            assert step is not None, f"{node} is not in the tree"
+            locks = step.locks = step.locks - 1
+            step.last_access = now
+            if locks <= 0:
+                assert locks == 0, f"{step} is unlocked once too often"
+                idle.append(step)
+                self.locked_pages -= len(step.refs) // REF_BYTES
+            step = step.parent
         if idle and idle[0].detached:
             return [], self._drop_detached(idle)
         return idle, b""

@@ -61,8 +61,9 @@ class CommandLog:
         pending = self._pending
         pending.append(command)
         result = self._apply(command)
-        for follower in self._followers:
-            follower.apply(command)
+        if self._followers:
+            for follower in self._followers:
+                follower.apply(command)
         if len(pending) == _FOLD_EVERY:
             self._rolling = self._folded()
             self._num_folded += _FOLD_EVERY
