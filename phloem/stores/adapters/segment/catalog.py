@@ -1,0 +1,179 @@
+"""Keeps what this process knows in step with the directory: opens, scans and tails segments."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import xxhash
+
+from phloem.stores.adapters.segment.blockio import BlockFile, Scratch
+from phloem.stores.adapters.segment.directory import SegmentDirectory
+from phloem.stores.adapters.segment.format import (
+    BLOCK,
+    Entry,
+    FrameHead,
+    padded,
+    unpack_frame_head,
+    unpack_segment_head,
+)
+from phloem.stores.adapters.segment.index import Index, Segment
+
+__all__ = ["Catalog"]
+
+REFRESH_S = 0.25
+# A file changed this recently may change again within the same tick of its timestamp.
+MTIME_TICK_NS = 50_000_000
+
+
+class Catalog:
+    """The segments of a directory and the index over them."""
+
+    def __init__(self, directory: SegmentDirectory, index: Index) -> None:
+        self.segments: dict[int, Segment] = {}
+        self.unreadable: set[int] = set()  # segment files that could not be opened
+        self._directory = directory
+        self._index = index
+        self._lock = threading.Lock()
+        self._refreshed_s = -1.0
+        self._scratch = Scratch()
+
+    @property
+    def num_files(self) -> int:
+        return len(self.segments) + len(self.unreadable)
+
+    def refresh_if_due(self) -> bool:
+        """Look at the directory again unless that was done a moment ago."""
+        if time.monotonic() - self._refreshed_s < REFRESH_S or self._lock.locked():
+            return False
+        self.refresh()
+        return True
+
+    def refresh(self) -> None:
+        """Learn of segments that came, went, grew or began a new life."""
+        with self._lock:
+            self._refreshed_s = time.monotonic()
+            found = self._stat_all()
+            for index, segment in list(self.segments.items()):
+                if index not in found or found[index].st_ino != segment.inode:
+                    self._forget(segment)
+            self.unreadable &= found.keys()
+            for index, stat in found.items():
+                self._visit(index, stat)
+
+    def rescan(self, segment: Segment) -> None:
+        """Read the segment's frames again from where they were known to end."""
+        with self._lock:
+            self._scan(segment, -1)
+
+    def _stat_all(self) -> dict[int, os.stat_result]:
+        found = {}
+        for index in self._directory.segments():
+            try:
+                found[index] = os.stat(self._directory.segment_path(index))
+            except OSError:
+                continue  # it went meanwhile
+        return found
+
+    def _forget(self, segment: Segment) -> None:
+        segment.broken = True  # if it is being written, the writer leaves it
+        self._index.forget_segment(segment)
+        del self.segments[segment.index]
+
+    def _visit(self, index: int, stat: os.stat_result) -> None:
+        segment = self.segments.get(index)
+        if segment is None:
+            try:
+                file = BlockFile(self._directory.segment_path(index))
+            except OSError:
+                self.unreadable.add(index)
+                return
+            self.unreadable.discard(index)
+            segment = self.segments[index] = Segment(index, file, stat.st_ino)
+        if segment.owned or segment.scanned_ns == stat.st_mtime_ns:
+            return
+        is_fresh = time.time_ns() - stat.st_mtime_ns < MTIME_TICK_NS
+        self._scan(segment, -1 if is_fresh else stat.st_mtime_ns)
+
+    def own(self, segment: Segment) -> None:
+        """From now on this process writes the segment, and no scan touches it."""
+        with self._lock:
+            segment.owned = True
+            self.segments[segment.index] = segment
+
+    def disown(self, segment: Segment) -> None:
+        """Anybody may write the segment from now on."""
+        with self._lock:
+            segment.owned = False
+            segment.scanned_ns = -1
+
+    def by_age(self) -> list[Segment]:
+        """All segments, the oldest first."""
+        return sorted(list(self.segments.values()), key=lambda segment: segment.sequence)
+
+    def forget(self, segment: Segment) -> None:
+        """The segment's file is gone."""
+        with self._lock:
+            if self.segments.get(segment.index) is segment:
+                self._forget(segment)
+
+    def _scan(self, segment: Segment, mtime_ns: int) -> None:
+        try:
+            segment.scanned_ns = mtime_ns if self._scan_frames(segment) else -1
+        except OSError:
+            segment.broken = True
+            segment.scanned_ns = mtime_ns
+            self._index.forget_segment(segment)
+        finally:
+            self._scratch.reset()
+
+    def _scan_frames(self, segment: Segment) -> bool:
+        """Publish the frames behind the known tail; False if the last one must be looked at again.
+
+        The last frame of an unsealed segment may be half-written: it is believed only after its
+        payloads were verified.
+        """
+        block = self._scratch.take(BLOCK)
+        self._read_head(segment, block)
+        if segment.generation == 0:
+            return True
+        end = self._directory.geometry.segment_bytes
+        frames: list[FrameHead] = []
+        at = segment.tail
+        while at + BLOCK <= end and segment.file.read([block], at) == BLOCK:
+            frame = unpack_frame_head(block, segment.generation, at, end)
+            if frame is None:
+                break
+            frames.append(frame)
+            at += frame.num_bytes
+        is_complete = True
+        if frames and not segment.sealed and not self._is_whole(segment, frames[-1]):
+            at = frames.pop().offset
+            is_complete = False
+        for frame in frames:
+            self._index.add(segment, frame.entries)
+        segment.tail = at
+        return is_complete
+
+    def _read_head(self, segment: Segment, block: memoryview) -> None:
+        """Find out which life the segment is in; a new one means that its objects are gone."""
+        got = segment.file.read([block], 0)
+        head = unpack_segment_head(block) if got == BLOCK else None
+        if head is not None and head.size_bytes != self._directory.geometry.segment_bytes:
+            head = None
+        if head is None or head.generation != segment.generation:
+            self._index.forget_segment(segment)
+            segment.tail = BLOCK
+        segment.generation = head.generation if head else 0
+        segment.sequence = head.sequence if head else 0
+        segment.sealed = bool(head and head.sealed)
+
+    def _is_whole(self, segment: Segment, frame: FrameHead) -> bool:
+        return all(self._is_whole_object(segment, entry) for entry in frame.entries)
+
+    def _is_whole_object(self, segment: Segment, entry: Entry) -> bool:
+        view = self._scratch.take(padded(entry.length))
+        if segment.file.read([view], entry.offset) < entry.length:
+            return False
+        return bool(xxhash.xxh3_64_intdigest(view[: entry.length]) == entry.digest)

@@ -1,0 +1,95 @@
+"""Where every object is: a dict in memory, rebuilt from the segments' own headers."""
+
+from __future__ import annotations
+
+import threading
+
+from phloem.stores.adapters.segment.blockio import BlockFile
+from phloem.stores.adapters.segment.format import Entry
+
+__all__ = ["Index", "Location", "Segment"]
+
+
+class Segment:
+    """A segment file as this process knows it."""
+
+    def __init__(self, index: int, file: BlockFile, inode: int) -> None:
+        self.index = index
+        self.file = file
+        self.inode = inode
+        self.generation = 0  # 0: no valid head was found
+        self.sequence = 0
+        self.sealed = False
+        self.tail = 0  # bytes that are known to be frames; what comes next is not known
+        self.owned = False  # we write it: nobody else does
+        self.broken = False  # an I/O error: not used for writing any more
+        self.scanned_ns = -1  # its mtime when it was scanned; -1: scan it again
+        self.keys: list[bytes] = []  # of its entries, also those that moved elsewhere
+
+
+class Location:
+    """Where one object lies. Valid as long as the index holds this very instance."""
+
+    __slots__ = ("digest", "generation", "length", "offset", "referenced", "segment")
+
+    def __init__(self, segment: Segment, entry: Entry) -> None:
+        self.segment = segment
+        self.generation = segment.generation
+        self.length = entry.length
+        self.offset = entry.offset
+        self.digest = entry.digest
+        self.referenced = False  # read since it was written or last rescued
+
+
+class Index:
+    """key -> Location. Keys are compared in full (a dict does). Thread-safe."""
+
+    def __init__(self) -> None:
+        self._places: dict[bytes, Location] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def find(self, key: bytes) -> Location | None:
+        return self._places.get(key)
+
+    def add(self, segment: Segment, entries: tuple[Entry, ...]) -> None:
+        """Publish entries of `segment`; of two copies the one in the younger segment counts."""
+        with self._lock:
+            for entry in entries:
+                old = self._places.get(entry.key)
+                segment.keys.append(entry.key)
+                if old is None or old.segment.sequence <= segment.sequence:
+                    self._places[entry.key] = Location(segment, entry)
+
+    def forget(self, key: bytes, location: Location | None = None) -> bool:
+        """Remove a key, or only if it is still at `location`. Returns whether it was removed."""
+        with self._lock:
+            found = self._places.get(key)
+            if found is None or (location is not None and found is not location):
+                return False
+            del self._places[key]
+            return True
+
+    def forget_segment(self, segment: Segment) -> int:
+        """Remove all that lies in `segment`; returns how many objects that were."""
+        count = 0
+        with self._lock:
+            for key in segment.keys:
+                found = self._places.get(key)
+                if found is not None and found.segment is segment:
+                    del self._places[key]
+                    count += 1
+            segment.keys.clear()
+        return count
+
+    def referenced_in(self, segment: Segment) -> list[tuple[bytes, Location]]:
+        """The objects of `segment` that were read since they were written there."""
+        with self._lock:
+            found = ((key, self._places.get(key)) for key in segment.keys)
+            return [
+                (key, place)
+                for key, place in found
+                if place is not None and place.segment is segment and place.referenced
+            ]

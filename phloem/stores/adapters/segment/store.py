@@ -1,0 +1,89 @@
+"""The embedded storage backend: segment files in a directory (docs/storage.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phloem.core.store import Caps, Status
+from phloem.stores.adapters.segment.catalog import Catalog
+from phloem.stores.adapters.segment.directory import META_BYTES, SegmentDirectory
+from phloem.stores.adapters.segment.index import Index
+from phloem.stores.adapters.segment.reader import SegmentReader
+from phloem.stores.adapters.segment.writer import SegmentWriter
+from phloem.stores.backend import Item, Usage, num_bytes
+
+__all__ = ["SegmentBackend"]
+
+
+class SegmentBackend:
+    """Objects in a bounded directory that several processes of one machine may share.
+
+    `sync`: after each put wait until it would survive a loss of power (else only a crash of the
+    process; what is lost or torn is a miss in either case).
+    """
+
+    def __init__(
+        self, path: str, size_bytes: int, *, segment_bytes: int | None = None, sync: bool = False
+    ) -> None:
+        """Open, and scan what is there. Raises ConfigError if the directory cannot be used."""
+        self._directory = SegmentDirectory(path, size_bytes, segment_bytes)
+        self._index = Index()
+        self._catalog = Catalog(self._directory, self._index)
+        self._writer = SegmentWriter(self._directory, self._catalog, self._index, sync=sync)
+        self._reader = SegmentReader(self._catalog, self._index)
+        self._catalog.refresh()
+
+    @property
+    def caps(self) -> Caps:
+        return Caps(
+            name="segment",
+            max_object_bytes=self._directory.geometry.max_object_bytes,
+            persistent=True,
+            verifies=True,
+        )
+
+    def put(self, items: Sequence[Item]) -> list[Status]:
+        self._catalog.refresh_if_due()
+        largest = self._directory.geometry.max_object_bytes
+        statuses = [Status.OK] * len(items)  # what is there already keeps its bytes
+        new: dict[bytes, int] = {}
+        for position, item in enumerate(items):
+            if num_bytes(item) > largest:
+                statuses[position] = Status.FULL
+            elif item.key not in new and self._index.find(item.key) is None:
+                new[item.key] = position
+        written = self._writer.append([items[position] for position in new.values()])
+        outcome = dict(zip(new, written, strict=True))
+        return [
+            outcome.get(item.key, status) if status is Status.OK else status
+            for item, status in zip(items, statuses, strict=True)
+        ]
+
+    def get(self, items: Sequence[Item]) -> list[Status]:
+        return self._reader.get(items)
+
+    def probe(self, keys: Sequence[bytes]) -> list[Status]:
+        if any(self._index.find(key) is None for key in keys):
+            self._catalog.refresh_if_due()
+        found = (self._index.find(key) for key in keys)
+        return [Status.MISS if place is None else Status.OK for place in found]
+
+    def drop(self, keys: Sequence[bytes]) -> list[Status]:
+        for key in keys:
+            self._index.forget(key)
+        return [Status.OK] * len(keys)
+
+    def usage(self) -> Usage:
+        geometry = self._directory.geometry
+        details = self._writer.counters + self._reader.counters
+        return Usage(
+            objects=len(self._index),
+            used_bytes=self._catalog.num_files * geometry.segment_bytes + META_BYTES,
+            capacity_bytes=geometry.num_segments * geometry.segment_bytes + META_BYTES,
+            evicted_objects=details["evicted_objects"],
+            details=tuple(sorted(details.items())),
+        )
+
+    def close(self) -> None:
+        self._writer.close()
+        self._directory.close()

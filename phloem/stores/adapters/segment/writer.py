@@ -1,0 +1,333 @@
+"""The one writer of a process: takes segments, appends frames, recycles the oldest.
+
+free slot -> create --.
+left unsealed, unlocked -> resume (once, at start) --> OWNED --full--> sealed --oldest--.
+oldest sealed -> recycle, rescue what was read --'        ^_____________________________|
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+import xxhash
+
+from phloem.core.store import Status
+from phloem.stores.adapters.segment.blockio import BlockFile, Scratch, fill_bounce, window
+from phloem.stores.adapters.segment.catalog import Catalog
+from phloem.stores.adapters.segment.directory import DirectoryBusy, SegmentDirectory, try_flock
+from phloem.stores.adapters.segment.format import (
+    BLOCK,
+    MAX_ENTRIES,
+    Entry,
+    FrameHead,
+    SegmentHead,
+    pack_frame_head,
+    pack_segment_head,
+    padded,
+)
+from phloem.stores.adapters.segment.index import Index, Location, Segment
+from phloem.stores.backend import Item, num_bytes
+
+__all__ = ["SegmentWriter"]
+
+MAX_FRAME_BYTES = 4 << 20
+MAX_RESCUE_BYTES = 32 << 20
+RESCUE_SHARE = 4  # at most a quarter of a segment is rescued: eviction must make progress
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class SegmentWriter:
+    """Appends objects to the segment that this process owns. Thread-safe: one append at a time."""
+
+    def __init__(
+        self, directory: SegmentDirectory, catalog: Catalog, index: Index, *, sync: bool
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self._directory = directory
+        self._catalog = catalog
+        self._index = index
+        self._sync = sync
+        self._lock = threading.Lock()
+        self._scratch = Scratch()
+        self._segment: Segment | None = None
+        self._may_resume = True
+        self._refusal = Status.FULL  # why there is no segment
+
+    def append(self, items: Sequence[Item]) -> list[Status]:
+        """Write the objects, publish those that were written. FULL, BUSY or ERROR for the rest."""
+        with self._lock:
+            statuses, dirty = self._append(items)
+            for file in dirty if self._sync else ():
+                file.sync()
+            return statuses
+
+    def _append(self, items: Sequence[Item]) -> tuple[list[Status], set[BlockFile]]:
+        statuses: list[Status] = []
+        dirty: set[BlockFile] = set()
+        while len(statuses) < len(items):
+            todo = items[len(statuses) :]
+            count = self._num_fitting(todo)
+            if count == 0:
+                if not self._take_segment():
+                    self.counters["put_refused_" + self._refusal.value] += len(todo)
+                    statuses += [self._refusal] * len(todo)
+                continue
+            assert self._segment is not None, "objects fit into no segment"
+            dirty.add(self._segment.file)
+            try:
+                self._write_frame(self._segment, todo[:count])
+                statuses += [Status.OK] * count
+            except OSError as error:
+                self._abandon(error)
+                status = Status.FULL if error.errno in _NO_ROOM else Status.ERROR
+                statuses += [status] * count
+        return statuses, dirty
+
+    def _num_fitting(self, items: Sequence[Item]) -> int:
+        """How many of the first items make one frame in what is left of the segment."""
+        segment = self._segment
+        if segment is None or segment.broken:
+            return 0
+        room = self._directory.geometry.segment_bytes - segment.tail - BLOCK
+        total = 0
+        for count, item in enumerate(items[:MAX_ENTRIES]):
+            total += padded(num_bytes(item))
+            if total > room or (count and total > MAX_FRAME_BYTES):
+                return count
+        return min(len(items), MAX_ENTRIES)
+
+    def _write_frame(self, segment: Segment, items: Sequence[Item]) -> None:
+        self._scratch.reset()
+        head_block = self._scratch.take(BLOCK)
+        views = [head_block]
+        entries = []
+        at = segment.tail + BLOCK
+        for item in items:
+            win = window(item, self._scratch)
+            fill_bounce(item, win)
+            views += win.views
+            entries.append(Entry(item.key, num_bytes(item), at, digest_of(item)))
+            at += padded(num_bytes(item))
+        frame = FrameHead(segment.tail, at - segment.tail, tuple(entries))
+        head_block[:] = pack_frame_head(segment.generation, frame)
+        segment.file.write(views, segment.tail)
+        self._index.add(segment, frame.entries)
+        segment.tail = at
+        self.counters["written_bytes"] += frame.num_bytes
+
+    def _abandon(self, error: OSError) -> None:
+        """A write failed: what is at the tail is not known, so nobody shall take it for a frame."""
+        self.counters[f"write_errno_{error.errno}"] += 1
+        segment = self._segment
+        if segment is None:
+            return
+        with contextlib.suppress(OSError):
+            self._scratch.reset()
+            block = self._scratch.take(BLOCK)
+            block[:] = bytes(BLOCK)
+            segment.file.write([block], segment.tail)
+        segment.broken = error.errno not in _NO_ROOM
+        self._leave()
+
+    def _leave(self) -> None:
+        """Stop writing the current segment; it may be recycled from now on."""
+        segment = self._segment
+        self._segment = None
+        if segment is None:
+            return
+        self._release(segment)
+
+    def _release(self, segment: Segment) -> None:
+        self._catalog.disown(segment)
+        with contextlib.suppress(OSError):
+            fcntl.flock(segment.file.fd, fcntl.LOCK_UN)
+
+    def _seal(self) -> None:
+        segment = self._segment
+        if segment is not None and not segment.broken:
+            with contextlib.suppress(OSError):  # only costs a check at the next start
+                self._write_head(segment, sealed=True)
+        self._leave()
+
+    def _write_head(self, segment: Segment, *, sealed: bool = False) -> None:
+        size = self._directory.geometry.segment_bytes
+        head = SegmentHead(sealed, size, segment.generation, segment.sequence)
+        self._scratch.reset()
+        block = self._scratch.take(BLOCK)
+        block[:] = pack_segment_head(head)
+        segment.file.write([block], 0)
+        segment.sealed = sealed
+
+    def _take_segment(self) -> bool:
+        """Own a segment with room, or say in `_refusal` why there is none."""
+        self._seal()
+        try:
+            with self._directory.exclusive():
+                self._catalog.refresh()
+                segment, rescued = self._find_segment()
+        except DirectoryBusy:
+            self._refusal = Status.BUSY
+            return False
+        except OSError as error:
+            self.counters[f"take_errno_{error.errno}"] += 1
+            self._refusal = Status.ERROR
+            return False
+        self._segment = segment
+        self._refusal = Status.FULL
+        if rescued and segment is not None:
+            self._rewrite(segment, rescued)
+        return segment is not None
+
+    def _find_segment(self) -> tuple[Segment | None, list[Item]]:
+        if self._may_resume:
+            self._may_resume = False
+            resumed = self._resume()
+            if resumed is not None:
+                return resumed, []
+        if self._catalog.num_files < self._directory.geometry.num_segments:
+            created = self._create()
+            if created is not None:
+                return created, []
+        recycled = self._recycle()
+        if recycled is not None:
+            return recycled
+        return (self._create() if self._remove_unusable() else None), []
+
+    def _resume(self) -> Segment | None:
+        """The youngest segment that a former process left with room in it."""
+        size = self._directory.geometry.segment_bytes
+        for segment in reversed(self._catalog.by_age()):
+            has_room = 0 < segment.tail < size - size // 8
+            if segment.sealed or segment.broken or not segment.generation or not has_room:
+                continue
+            if try_flock(segment.file.fd):
+                generation = segment.generation
+                self._catalog.rescan(segment)
+                if segment.generation == generation and not segment.sealed:
+                    self._catalog.own(segment)
+                    self.counters["segments_resumed"] += 1
+                    return segment
+                fcntl.flock(segment.file.fd, fcntl.LOCK_UN)
+        return None
+
+    def _create(self) -> Segment | None:
+        used = self._directory.segments()
+        index = next(i for i in range(len(used) + 1) if i not in used)
+        path = self._directory.segment_path(index)
+        try:
+            file = BlockFile(path, create_bytes=self._directory.geometry.segment_bytes)
+        except OSError as error:
+            self.counters[f"create_errno_{error.errno}"] += 1
+            return None
+        segment = Segment(index, file, os.fstat(file.fd).st_ino)
+        if not try_flock(file.fd) or not self._begin(segment):
+            self._catalog.forget(segment)
+            self._directory.remove(index)
+            return None
+        self.counters["segments_created"] += 1
+        return segment
+
+    def _begin(self, segment: Segment) -> bool:
+        """Start a new life of a segment of which this process holds the lock."""
+        self._catalog.own(segment)
+        youngest = max((s.sequence for s in self._catalog.by_age()), default=0)
+        segment.generation = secrets.randbits(63) | 1
+        segment.sequence = youngest + 1
+        segment.tail = BLOCK
+        try:
+            os.posix_fallocate(segment.file.fd, 0, self._directory.geometry.segment_bytes)
+            self._write_head(segment)
+        except OSError as error:
+            self.counters[f"begin_errno_{error.errno}"] += 1
+            segment.generation = 0
+            segment.broken = error.errno not in _NO_ROOM
+            return False
+        return True
+
+    def _recycle(self) -> tuple[Segment, list[Item]] | None:
+        """The oldest segment that nobody writes, and what of it deserves another round."""
+        for segment in self._catalog.by_age():
+            if segment.broken or not try_flock(segment.file.fd):
+                continue
+            self._catalog.own(segment)
+            rescued = self._read_referenced(segment)
+            evicted = self._index.forget_segment(segment)
+            if self._begin(segment):
+                self.counters["evicted_objects"] += evicted - len(rescued)
+                self.counters["segments_recycled"] += 1
+                return segment, rescued
+            self.counters["evicted_objects"] += evicted
+            self._release(segment)
+        return None
+
+    def _read_referenced(self, segment: Segment) -> list[Item]:
+        """Second chance: copies of objects that were read since they were written here."""
+        budget = min(self._directory.geometry.segment_bytes // RESCUE_SHARE, MAX_RESCUE_BYTES)
+        rescued = []
+        for key, place in self._index.referenced_in(segment):
+            budget -= padded(place.length)
+            if budget < 0:
+                break
+            view = _read_copy(segment, place)
+            if view is not None:
+                rescued.append(Item(key, (view,)))
+        return rescued
+
+    def _rewrite(self, segment: Segment, rescued: list[Item]) -> None:
+        at = 0
+        try:
+            while at < len(rescued):
+                count = self._num_fitting(rescued[at:])
+                self._write_frame(segment, rescued[at : at + count])
+                at += count
+            self.counters["rescued_objects"] += len(rescued)
+        except OSError as error:
+            self._abandon(error)
+
+    def _remove_unusable(self) -> bool:
+        """Nothing else is left: make room by removing a file that cannot be opened or written."""
+        broken = {s.index: s for s in self._catalog.by_age() if s.broken and try_flock(s.file.fd)}
+        for index in [*sorted(self._catalog.unreadable), *broken]:
+            with contextlib.suppress(OSError):
+                self._directory.remove(index)
+                self._catalog.unreadable.discard(index)
+                if index in broken:
+                    self._catalog.forget(broken[index])
+                self.counters["unusable_removed"] += 1
+                return True
+        return False
+
+    def close(self) -> None:
+        """Leave the segment unsealed: the next process goes on in it."""
+        with self._lock:
+            self._leave()
+
+
+def digest_of(item: Item) -> int:
+    """xxh3 of the object's bytes."""
+    if len(item.parts) == 1:
+        return xxhash.xxh3_64_intdigest(item.parts[0])
+    digest = xxhash.xxh3_64()
+    for part in item.parts:
+        digest.update(part)
+    return digest.intdigest()
+
+
+def _read_copy(segment: Segment, place: Location) -> memoryview | None:
+    """The object's bytes in new, aligned memory, or None if they are not what they should be."""
+    view = Scratch(padded(place.length)).take(padded(place.length))
+    try:
+        got = segment.file.read([view], place.offset)
+    except OSError:
+        return None
+    data = view[: place.length]
+    if got < place.length or xxhash.xxh3_64_intdigest(data) != place.digest:
+        return None
+    return data
