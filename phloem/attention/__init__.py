@@ -1,0 +1,10 @@
+"""Attention over pages: write the new K and V, then read everything back from the pages."""
+
+from __future__ import annotations
+
+from phloem.attention.backend import AttentionBackend
+from phloem.attention.batch import RaggedBatch, RowSpan
+from phloem.attention.gather import GatherAttention
+from phloem.attention.reference import ReferenceAttention
+
+__all__ = ["AttentionBackend", "GatherAttention", "RaggedBatch", "ReferenceAttention", "RowSpan"]

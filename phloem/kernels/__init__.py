@@ -1,0 +1,20 @@
+"""The op table: `reference` (slow, obvious, fp32) and `torch` (PyTorch's fast kernels)."""
+
+from __future__ import annotations
+
+from phloem.core.errors import ConfigError
+from phloem.kernels.buffer import KVBuffer
+from phloem.kernels.merge import merge_partials
+from phloem.kernels.reference import ReferenceOps
+from phloem.kernels.table import Ops
+from phloem.kernels.torch_ops import TorchOps
+
+__all__ = ["KVBuffer", "Ops", "ReferenceOps", "TorchOps", "make_ops", "merge_partials"]
+
+
+def make_ops(name: str) -> Ops:
+    """The op table of that name: "torch" or "reference"."""
+    tables: dict[str, type[Ops]] = {"torch": TorchOps, "reference": ReferenceOps}
+    if name not in tables:
+        raise ConfigError(f"unknown ops {name!r}; known: {', '.join(sorted(tables))}")
+    return tables[name]()

@@ -1,0 +1,89 @@
+"""A page pool as ops see it: one flat tensor, addressed by rows.
+
+    data          (P + 1, G, L, 2, T, h, D)   page, head group, layer, k/v, token, head, dim
+    object rows   (.., T * h * D)   one per (page, head group, layer, k/v): what reads gather
+    token rows    (.., h * D)       one per (page, head group, layer, k/v, token): for writes
+
+Row numbers are computed for layer 0 once per step; a layer's rows are the same numbers in a view
+that starts later. The page after the last one is all zeros, never written: padding points at it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["KVBuffer"]
+
+_Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVBuffer:
+    """`data` is contiguous, (P + 1, G, L, 2, T, h, D)."""
+
+    data: Tensor
+
+    @property
+    def zero_slot(self) -> int:
+        """The page of zeros that padding reads."""
+        return int(self.data.shape[0]) - 1
+
+    @property
+    def num_head_groups(self) -> int:
+        return int(self.data.shape[1])
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.data.shape[2])
+
+    @property
+    def page_size(self) -> int:
+        return int(self.data.shape[4])
+
+    @property
+    def heads_per_group(self) -> int:
+        return int(self.data.shape[5])
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.data.shape[6])
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_head_groups * self.heads_per_group
+
+    def layer(self, layer: int) -> Tensor:
+        """One layer's pages, a view (P + 1, G, 2, T, h, D)."""
+        return self.data[:, :, layer]
+
+    def object_rows(self, layer: int) -> Tensor:
+        """The view into which `object_index` points, for one layer."""
+        rows = self.data.view(-1, self.page_size * self.heads_per_group * self.head_dim)
+        return rows[2 * layer :]
+
+    def token_rows(self, layer: int, kv: int) -> Tensor:
+        """The view into which `token_index` points, for one layer's K (kv 0) or V (kv 1)."""
+        rows = self.data.view(-1, self.heads_per_group * self.head_dim)
+        return rows[(2 * layer + kv) * self.page_size :]
+
+    def object_index(self, slots: _Ints) -> _Ints:
+        """Object rows of many pages, K before V, a group's pages side by side: (2, G, *slots)."""
+        groups = np.arange(self.num_head_groups, dtype=np.int64)
+        kv = np.arange(2, dtype=np.int64)
+        ones = (1,) * slots.ndim
+        page_group = slots * self.num_head_groups + groups.reshape(-1, *ones)
+        return page_group * (2 * self.num_layers) + kv.reshape(2, 1, *ones)
+
+    def token_index(self, slots: _Ints, offsets: _Ints) -> _Ints:
+        """Token rows of tokens at `offsets` (N,) within pages `slots` (N,): (N * G,)."""
+        groups = np.arange(self.num_head_groups, dtype=np.int64)
+        page_group = slots[:, None] * self.num_head_groups + groups
+        index = page_group * (2 * self.num_layers * self.page_size) + offsets[:, None]
+        return np.ascontiguousarray(index.reshape(-1))

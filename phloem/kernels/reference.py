@@ -1,0 +1,93 @@
+"""Slow, obvious versions of every op, in fp32: the oracle of the fast ones."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from phloem.kernels.buffer import KVBuffer
+
+__all__ = ["ReferenceOps", "paged_attention"]
+
+
+class ReferenceOps:
+    """The definition of each op."""
+
+    name = "reference"
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = x.float() @ weight.float().T
+        if bias is not None:
+            out = out + bias.float()
+        return out.to(x.dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x32 = x.float()
+        scale = torch.rsqrt(x32.square().mean(dim=-1, keepdim=True) + eps)
+        return (x32 * scale * weight.float()).to(x.dtype)
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        first, second = x.float()[..., :half], x.float()[..., half:]
+        cos, sin = cos[:, None, :], sin[:, None, :]
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return rotated.to(x.dtype)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
+
+    def write_kv(self, buffer: KVBuffer, layer: int, k: Tensor, v: Tensor, index: Tensor) -> None:
+        width = buffer.heads_per_group * buffer.head_dim
+        for kv, value in ((0, k), (1, v)):
+            rows = buffer.token_rows(layer, kv)
+            for row, source in zip(index.tolist(), value.reshape(-1, width), strict=True):
+                rows[row] = source
+
+    def gather_kv(self, buffer: KVBuffer, layer: int, index: Tensor) -> Tensor:
+        rows = buffer.object_rows(layer)[index.reshape(-1)]
+        shape = (2, buffer.num_head_groups, -1, buffer.heads_per_group, buffer.head_dim)
+        by_token = rows.reshape(shape)  # (2, G, S, h, D)
+        return by_token.transpose(2, 3).reshape(2, buffer.num_kv_heads, -1, buffer.head_dim)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+        scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])
+        if causal:
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(future, -math.inf)
+        out = torch.softmax(scores, dim=-1) @ v.float()
+        return out.to(q.dtype), torch.logsumexp(scores, dim=-1)
+
+    def attend_masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1]) + mask.float()
+        return (torch.softmax(scores, dim=-1) @ v.float()).to(q.dtype)
+
+
+def paged_attention(
+    q: Tensor, buffer: KVBuffer, layer: int, slots: list[int], start: int
+) -> tuple[Tensor, Tensor]:
+    """One row, token by token: queries q (L, H, D) at positions start ... start + L - 1.
+
+    Reads the K and V of positions 0 ... start + L - 1 from pages `slots`. Returns the output
+    (L, H, D) and its LSE (L, H), natural log.
+    """
+    count, heads, dim = q.shape
+    size = buffer.page_size
+    total = start + count
+    pages = buffer.layer(layer)  # (P + 1, G, 2, T, h, D)
+    kv = torch.stack(
+        [pages[slots[pos // size], :, :, pos % size] for pos in range(total)]
+    ).float()  # (S, G, 2, h, D)
+    k = kv[:, :, 0].reshape(total, buffer.num_kv_heads, dim)
+    v = kv[:, :, 1].reshape(total, buffer.num_kv_heads, dim)
+    rep = heads // buffer.num_kv_heads
+    out, lse = torch.empty_like(q), q.new_empty((count, heads), dtype=torch.float32)
+    for i in range(count):
+        seen = start + i + 1
+        for head in range(heads):
+            scores = k[:seen, head // rep] @ q[i, head].float() / math.sqrt(dim)
+            lse[i, head] = torch.logsumexp(scores, dim=0)
+            out[i, head] = (torch.softmax(scores, dim=0) @ v[:seen, head // rep]).to(q.dtype)
+    return out, lse

@@ -1,0 +1,57 @@
+"""The op table: what a backend must compute. Every implementation is tested against `reference`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from phloem.kernels.buffer import KVBuffer
+
+__all__ = ["Ops"]
+
+
+class Ops(Protocol):
+    """Letters: N tokens, H heads, K KV heads, D head dim; B batch, L queries, S keys."""
+
+    name: str
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x (N, in) times weight (out, in) transposed, plus bias (out,): (N, out) in x's dtype."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalise the last dimension by its root mean square, then scale by `weight`."""
+        ...
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate halves of x (N, H, D) by angles (N, D / 2). May overwrite and return x."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(first half) * second half of the last dimension. May overwrite its argument."""
+        ...
+
+    def write_kv(self, buffer: KVBuffer, layer: int, k: Tensor, v: Tensor, index: Tensor) -> None:
+        """Store k, v (N, K, D) in the token rows `index` of `KVBuffer.token_index`."""
+        ...
+
+    def gather_kv(self, buffer: KVBuffer, layer: int, index: Tensor) -> Tensor:
+        """Read pages: `index` (2, G, *R) of `KVBuffer.object_index` -> (2, K, prod(R) * T, D).
+
+        The result is a fresh contiguous tensor: the caller may overwrite it.
+        """
+        ...
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+        """Softmax attention: q (B, H, L, D), k and v (B, H, S, D) -> (B, H, L, D), LSE (B, H, L).
+
+        The LSE is the natural log of the sum of exponentials of the scaled scores, fp32.
+        `causal`: query i sees keys 0 ... i (then L == S).
+        """
+        ...
+
+    def attend_masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """Attention under an additive mask (B, 1, 1, S) of zeros and -inf; no row is all -inf."""
+        ...

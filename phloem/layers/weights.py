@@ -1,0 +1,55 @@
+"""Weight structs: plain tensors with names. Functions over them live in the decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["DecoderWeights", "LayerWeights", "Linear"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    """`weight` (out, in), contiguous; `bias` (out,) or None."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerWeights:
+    """One decoder layer. `qkv` stacks the rows of q, k and v; `gate_up` those of gate and up."""
+
+    attn_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecoderWeights:
+    """A whole decoder. A tied `head` is the same tensor as `embedding`, (vocab, hidden)."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    head: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors; what is shared counts once."""
+        tensors = [self.embedding, self.norm]
+        if self.head is not self.embedding:
+            tensors.append(self.head)
+        for layer in self.layers:
+            linears = (layer.qkv, layer.out, layer.gate_up, layer.down)
+            tensors += [lin.weight for lin in linears]
+            optional = [lin.bias for lin in linears] + [layer.q_norm, layer.k_norm]
+            tensors += [t for t in optional if t is not None]
+            tensors += [layer.attn_norm, layer.mlp_norm]
+        return sum(t.numel() * t.element_size() for t in tensors)

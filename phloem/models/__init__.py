@@ -1,0 +1,9 @@
+"""Decoders: one skeleton, a short file per family, and loading from disk."""
+
+from __future__ import annotations
+
+from phloem.models.decoder import MLP_CHUNK_TOKENS, Decoder
+from phloem.models.family import family_of
+from phloem.models.loading import load_weights
+
+__all__ = ["MLP_CHUNK_TOKENS", "Decoder", "family_of", "load_weights"]

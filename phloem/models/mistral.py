@@ -1,0 +1,9 @@
+"""Mistral without a sliding window. Its GGUF files call themselves llama."""
+
+from __future__ import annotations
+
+from phloem.models.family import Family
+
+__all__ = ["FAMILY"]
+
+FAMILY = Family(architecture="mistral", gguf_interleaves_qk=True)

@@ -1,0 +1,65 @@
+"""The device pool: all KV pages of one rank, in the byte layout of `kv/layout.py`."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from phloem.core.errors import ConfigError
+from phloem.kernels import KVBuffer
+from phloem.kv.layout import PageLayout
+from phloem.kv.spec import KVDtype
+
+__all__ = ["DevicePool", "torch_dtype"]
+
+_DTYPES = {KVDtype.FP32: torch.float32, KVDtype.BF16: torch.bfloat16}
+
+
+def torch_dtype(dtype: KVDtype) -> torch.dtype:
+    """The torch dtype in which a KV element is stored."""
+    return _DTYPES[dtype]
+
+
+class DevicePool:
+    """One flat tensor of `layout.num_pages` pages, and one page of zeros for padding after them.
+
+    Pages start as zeros. It knows no owner and no free list: the control plane has them.
+    """
+
+    def __init__(self, layout: PageLayout, *, device: torch.device) -> None:
+        self.layout = layout
+        shape = (layout.num_pages + 1, *layout.shape[1:])
+        try:
+            data = torch.zeros(shape, dtype=torch_dtype(layout.spec.dtype), device=device)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot allocate {layout.total_bytes:,} bytes of KV pages on {device}; "
+                "lower the KV memory"
+            ) from error
+        self.buffer = KVBuffer(data)
+
+    @property
+    def num_pages(self) -> int:
+        return self.layout.num_pages
+
+    def fill_nan(self, slots: npt.NDArray[np.int64]) -> None:
+        """Poison freed pages, so that a read of one shows."""
+        if len(slots):
+            data = self.buffer.data
+            data[torch.from_numpy(slots.copy()).to(data.device)] = float("nan")
+
+    def read_page(self, slot: int) -> bytes:
+        """A copy of one page's bytes, for audits."""
+        page = self.buffer.data[self._checked(slot)].cpu().contiguous()
+        return page.view(torch.uint8).numpy().tobytes()
+
+    def write_page(self, slot: int, data: bytes) -> None:
+        """Overwrite one page with bytes that `read_page` returned."""
+        page = self.buffer.data[self._checked(slot)]
+        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        page.copy_(raw.view(page.dtype).view(page.shape))
+
+    def _checked(self, slot: int) -> int:
+        assert 0 <= slot < self.num_pages, f"slot {slot} is outside a pool of {self.num_pages}"
+        return slot

@@ -1,0 +1,104 @@
+"""The worker's tables: page table, last token and sampling state of every row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from phloem.core.plan import PageTableUpdate, RowInit, RowPlan, StepPlan
+from phloem.core.refs import slots_of
+from phloem.core.request import SamplingParams
+from phloem.core.tokens import tokens_from_bytes
+
+__all__ = ["RowState", "RowTables"]
+
+
+@dataclass(slots=True)
+class RowState:
+    """A request's sampling state. `counts` is kept only where a penalty needs it."""
+
+    serial: int
+    sampling: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...]
+    prompt_ids: npt.NDArray[np.int64]  # unique
+    counts: dict[int, int]  # of output tokens
+
+    @property
+    def has_penalties(self) -> bool:
+        s = self.sampling
+        return bool(s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0)
+
+    def note(self, token: int) -> None:
+        """Count a sampled token."""
+        if self.has_penalties:
+            self.counts[token] = self.counts.get(token, 0) + 1
+
+
+class RowTables:
+    """State of `max_running` rows; a row of the page table holds `max_pages` slots."""
+
+    def __init__(self, *, max_running: int, max_pages: int) -> None:
+        self._pages = np.zeros((max_running, max_pages), dtype=np.int64)
+        self._last_token = np.zeros(max_running, dtype=np.int64)
+        self._states: list[RowState | None] = [None] * max_running
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take over what the plan says before its forward pass."""
+        for row in plan.released:
+            self._states[row] = None
+        for init in plan.admitted:
+            self._states[init.row] = _initial_state(init)
+        for update in plan.table_updates:
+            self._update_pages(update)
+
+    def slots(self, row: int, num_pages: int) -> npt.NDArray[np.int64]:
+        """A copy of the first pages of a row's table."""
+        return self._pages[row, :num_pages].copy()
+
+    def tokens(self, plan: RowPlan) -> npt.NDArray[np.int64]:
+        """The ids that a row computes; a future is its last sampled token."""
+        if plan.tokens is None:
+            assert plan.count == 1, f"a future stands for one token, not {plan.count}"
+            return self._last_token[plan.row : plan.row + 1].copy()
+        ids = tokens_from_bytes(plan.tokens).astype(np.int64)
+        assert len(ids) == plan.count, f"{len(ids)} tokens for a span of {plan.count}"
+        return ids
+
+    def state(self, plan: RowPlan) -> RowState | None:
+        """The row's state, or None if another request (or none) has the row by now."""
+        state = self._states[plan.row]
+        return state if state is not None and state.serial == plan.serial else None
+
+    def put_token(self, plan: RowPlan, token: int) -> None:
+        """Remember a sampled token for the futures of later plans."""
+        state = self.state(plan)
+        if state is not None:
+            self._last_token[plan.row] = token
+            state.note(token)
+
+    def _update_pages(self, update: PageTableUpdate) -> None:
+        end = update.first_page + len(update.refs)
+        assert end <= self._pages.shape[1], (
+            f"page {end} of a table of {self._pages.shape[1]} pages (row {update.row})"
+        )
+        self._pages[update.row, update.first_page : end] = slots_of(update.refs)
+
+
+def _initial_state(init: RowInit) -> RowState:
+    state = RowState(
+        serial=init.serial,
+        sampling=init.sampling,
+        seed=init.seed,
+        stop_ids=init.stop_ids,
+        prompt_ids=np.empty(0, dtype=np.int64),
+        counts={},
+    )
+    if state.has_penalties:
+        ids = tokens_from_bytes(init.tokens)
+        state.prompt_ids = np.unique(ids[: init.num_prompt_tokens]).astype(np.int64)
+        for token in ids[init.num_prompt_tokens :].tolist():
+            state.note(token)
+    return state

@@ -1,0 +1,127 @@
+"""Runs one step plan: tables, forward pass, logits, sampling.
+
+Peak memory of a step: weights, pages, and `memory.activation_bytes`, which is linear in the tokens
+of the step. Logits exist only for rows that sample (or, under an audit, a slice at a time).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phloem.attention import AttentionBackend
+from phloem.core.plan import RowResult, StepPlan, StepResult
+from phloem.core.refs import slots_of
+from phloem.models import Decoder
+from phloem.pools import DevicePool
+from phloem.worker.inputs import StepInputs, build_inputs
+from phloem.worker.memory import logits_rows_per_pass
+from phloem.worker.rows import RowTables
+from phloem.worker.sampler import Candidate, sample
+
+__all__ = ["CaptureLogits", "Hooks", "Runner"]
+
+# (row's serial, position of the first, logits (count, vocab) fp32): for tests and audits.
+CaptureLogits = Callable[[int, int, Tensor], None]
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """What a runner tells or does besides its work.
+
+    `on_layer` is called after every layer (the heartbeat); `capture_logits` gets the logits of
+    every position; `nan_fill` poisons pages that the plan says were freed.
+    """
+
+    on_layer: Callable[[], None] = _nothing
+    capture_logits: CaptureLogits | None = None
+    nan_fill: bool = False
+
+
+class Runner:
+    """Executes plans one at a time, on the calling thread."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        pool: DevicePool,
+        *,
+        attention: AttentionBackend[Any],
+        tables: RowTables,
+        hooks: Hooks,
+    ) -> None:
+        self._model, self._pool, self._attention = model, pool, attention
+        self._tables, self._hooks = tables, hooks
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Execute `plan` and return the sampled tokens. Plans must come in submission order."""
+        started = time.perf_counter()
+        if self._hooks.nan_fill:
+            self._pool.fill_nan(slots_of(plan.freed_pages))
+        self._tables.apply(plan)
+        results = self._forward(plan) if plan.rows else []
+        return StepResult(
+            step=plan.step, rows=tuple(results), compute_s=time.perf_counter() - started
+        )
+
+    def _forward(self, plan: StepPlan) -> list[RowResult]:
+        inputs = build_inputs(
+            plan,
+            self._tables,
+            page_size=self._pool.layout.spec.page_size,
+            device=self._model.device,
+        )
+        hidden = self._model.forward(
+            inputs.tokens,
+            inputs.positions,
+            attention=self._attention,
+            meta=self._attention.plan(inputs.batch),
+            on_layer=self._hooks.on_layer,
+        )
+        if self._hooks.capture_logits is not None:
+            self._capture(plan, inputs, hidden, self._hooks.capture_logits)
+        return self._sample(inputs, hidden)
+
+    def _sample(self, inputs: StepInputs, hidden: Tensor) -> list[RowResult]:
+        step = logits_rows_per_pass(self._model.config.vocab_size)
+        results: list[RowResult] = []
+        for low in range(0, len(inputs.sampled), step):
+            plans = inputs.sampled[low : low + step]
+            last = hidden.index_select(0, inputs.last_index[low : low + step])
+            logits = self._model.logits(last)
+            states = [self._tables.state(plan) for plan in plans]
+            live = [i for i, state in enumerate(states) if state is not None]
+            candidates = [Candidate(plans[i], s) for i, s in enumerate(states) if s is not None]
+            chosen = sample(logits if len(live) == len(plans) else logits[live], candidates)
+            by_row = {i: result for i, result in zip(live, chosen, strict=True)}
+            for i, plan in enumerate(plans):
+                result = by_row.get(i) or _stale(plan.row, plan.serial)
+                if result.error is None:
+                    self._tables.put_token(plan, result.token)
+                results.append(result)
+        return results
+
+    def _capture(
+        self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, capture: CaptureLogits
+    ) -> None:
+        step = logits_rows_per_pass(self._model.config.vocab_size)
+        for row, span in zip(plan.rows, inputs.batch.spans, strict=True):
+            for low in range(0, span.count, step):
+                high = min(low + step, span.count)
+                logits = self._model.logits(hidden[span.first + low : span.first + high])
+                capture(row.serial, span.start + low, logits)
+
+
+def _stale(row: int, serial: int) -> RowResult:
+    """A row whose request has gone: nobody reads the result."""
+    return RowResult(row=row, serial=serial, error="the request has left its row")

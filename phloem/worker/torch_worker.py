@@ -1,0 +1,105 @@
+"""The worker: a runner, on a thread of its own or inline."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from phloem.core.errors import EngineDead
+from phloem.core.plan import StepPlan, StepResult
+from phloem.core.refs import PageRef, slot_of
+from phloem.pools import DevicePool
+from phloem.worker.runner import Runner
+
+__all__ = ["InlineWorker", "TorchWorker"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    error: BaseException
+
+
+class InlineWorker:
+    """Runs a plan inside `submit`: for tests and audits."""
+
+    def __init__(self, runner: Runner, pool: DevicePool) -> None:
+        self._runner, self._pool = runner, pool
+        self._done: deque[StepResult | _Failed] = deque()
+        self._broken = False
+
+    def submit(self, plan: StepPlan) -> None:
+        if self._broken:
+            self._done.append(_Failed(RuntimeError("an earlier step of this worker failed")))
+            return
+        try:
+            self._done.append(self._runner.run(plan))
+        except Exception as error:  # reported by collect, as a thread would
+            self._broken = True
+            self._done.append(_Failed(error))
+
+    def collect(self) -> StepResult:
+        assert self._done, "nothing was submitted"
+        return _unwrap(self._done.popleft())
+
+    def read_page(self, ref: PageRef) -> bytes:
+        """A copy of a page's bytes, for audits; no plan may be in flight."""
+        return self._pool.read_page(slot_of(ref))
+
+    def close(self) -> None:
+        self._done.clear()
+
+
+class TorchWorker:
+    """Runs plans first in, first out, on its own thread.
+
+    Owns the runner (and through it the tables and the pool) until `close`.
+    """
+
+    def __init__(self, runner: Runner, pool: DevicePool) -> None:
+        self._runner, self._pool = runner, pool
+        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[StepResult | _Failed] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="phloem-worker", daemon=True)
+        self._thread.start()
+
+    def submit(self, plan: StepPlan) -> None:
+        assert not self._closed.is_set(), "the worker is closed"
+        self._plans.put(plan)
+
+    def collect(self) -> StepResult:
+        return _unwrap(self._results.get())
+
+    def read_page(self, ref: PageRef) -> bytes:
+        """A copy of a page's bytes, for audits; no plan may be in flight."""
+        return self._pool.read_page(slot_of(ref))
+
+    def close(self) -> None:
+        """Let the running plan finish, drop the queued ones, and join the thread."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._plans.put(None)
+            self._thread.join()
+
+    def _serve(self) -> None:
+        broken: BaseException | None = None
+        while (plan := self._plans.get()) is not None:
+            if self._closed.is_set():
+                self._results.put(_Failed(EngineDead("the worker was closed")))
+                continue
+            if broken is not None:
+                self._results.put(_Failed(broken))
+                continue
+            try:
+                self._results.put(self._runner.run(plan))
+            except BaseException as error:  # the thread's entry point: collect raises it
+                broken = error
+                self._results.put(_Failed(error))
+
+
+def _unwrap(outcome: StepResult | _Failed) -> StepResult:
+    if isinstance(outcome, _Failed):
+        raise outcome.error
+    return outcome
