@@ -49,7 +49,8 @@ async def _job(context: Context, http: Request, body: ChatBody) -> Job:
     if asked is None:
         asked = room_for(tokens, context.card, source="messages")
     logprobs = body.top_logprobs if body.logprobs else None
-    sampling = make_sampling(body, context.card, max_tokens=asked, logprobs=logprobs)
+    names = {"max_tokens": name, "logprobs": "top_logprobs"}
+    sampling = make_sampling(body, context.card, max_tokens=asked, logprobs=logprobs, names=names)
     check_length(tokens, asked, context.card, source="messages", name=name)
     return make_job(context, http, body, [(tokens, sampling)])
 

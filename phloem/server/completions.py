@@ -44,7 +44,7 @@ async def _job(context: Context, http: Request, body: CompletionBody) -> Job:
     if body.prompt is None:
         raise BadRequest("prompt is required", param="prompt", code="missing_parameter")
     asked = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    sampling = make_sampling(body, context.card, max_tokens=asked, logprobs=body.logprobs)
+    sampling = make_sampling(body, context.card, max_tokens=asked, logprobs=body.logprobs, names={})
     prompts = await context.prompts.prompts(
         body.prompt, name="prompt", special=body.add_special_tokens
     )

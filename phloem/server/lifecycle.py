@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _FORCED_CLOSE_S = 5.0
+_SLOW_CLIENT_S = 5.0
 _KEEP_ALIVE_S = 75.0  # longer than the pools of common clients keep an idle connection
 
 
@@ -74,7 +76,8 @@ class Server(uvicorn.Server):
                 access_log=access_log,
                 server_header=False,
                 timeout_keep_alive=int(_KEEP_ALIVE_S),
-                timeout_graceful_shutdown=None,  # the engine's drain bounds it
+                # The engine's drain ends answers; this ends clients that do not read theirs.
+                timeout_graceful_shutdown=math.ceil(drain_timeout_s + _SLOW_CLIENT_S),
             )
         )
         self.engine = engine

@@ -80,7 +80,13 @@ def _sampling(context: Context, body: GenerateBody) -> SamplingParams:
     if params.sampling_seed is not None:
         params.seed = params.sampling_seed
     logprobs = body.top_logprobs_num if body.return_logprob else None
-    return make_sampling(params, context.card, max_tokens=params.max_new_tokens, logprobs=logprobs)
+    return make_sampling(
+        params,
+        context.card,
+        max_tokens=params.max_new_tokens,
+        logprobs=logprobs,
+        names={"max_tokens": "max_new_tokens", "logprobs": "top_logprobs_num"},
+    )
 
 
 def _request(

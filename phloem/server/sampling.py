@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from phloem.core.errors import BadRequest
 from phloem.core.request import SamplingParams
 from phloem.core.tokens import num_tokens
@@ -63,9 +65,30 @@ def _bias(entries: dict[str, float]) -> tuple[tuple[int, float], ...]:
 
 
 def make_sampling(
+    body: SamplingBody,
+    card: ModelCard,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    names: Mapping[str, str],
+) -> SamplingParams:
+    """Raises BadRequest for values out of range or outside the vocabulary.
+
+    `names`: what the caller calls those fields that SamplingParams calls otherwise.
+    """
+    try:
+        return _sampling(body, card, max_tokens=max_tokens, logprobs=logprobs)
+    except BadRequest as error:
+        theirs = names.get(error.param or "")
+        if error.param is None or theirs is None:
+            raise
+        rest = error.message.removeprefix(error.param)
+        raise BadRequest(theirs + rest, param=theirs, code=error.code) from None
+
+
+def _sampling(
     body: SamplingBody, card: ModelCard, *, max_tokens: int, logprobs: int | None
 ) -> SamplingParams:
-    """Raises BadRequest for values out of range or outside the vocabulary."""
     bias = _bias(body.logit_bias)
     _ids_in_vocabulary("logit_bias", [token for token, _ in bias], card.vocab_size)
     _ids_in_vocabulary("stop_token_ids", body.stop_token_ids, card.vocab_size)

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
+import uvloop
+
 from phloem.engine.api import TextRequest
 from phloem.server import Server, ServerSettings, bind, create_app, serve_async
 from tests.server.fake_engine import FakeEngine, Step, letters
@@ -32,7 +34,8 @@ class LiveServer:
         self.exit_code: int | None = None
 
     def _run(self) -> None:
-        asyncio.run(self._serve())
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._serve())
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
