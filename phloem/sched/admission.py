@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from phloem.core.request import CachedTokens
 from phloem.core.tokens import TOKEN_BYTES
 from phloem.kv.sizing import pages_for_tokens
+from phloem.sched.config import SchedulerConfig
 from phloem.sched.counters import Counters
 from phloem.sched.packing import would_get_tokens
 from phloem.sched.policies import Policy, PolicyView
@@ -47,21 +48,23 @@ class Headroom:
     A retraction shows that it was too little: doubled; afterwards it falls back slowly.
     """
 
-    LEAST_TOKENS = 32
+    FIRST_STEP_TOKENS = 8
     MOST_TOKENS = 4096
 
-    def __init__(self) -> None:
-        self._tokens = float(self.LEAST_TOKENS)
+    def __init__(self, least_tokens: int) -> None:
+        self._least = float(least_tokens)
+        self._tokens = self._least
 
     @property
     def tokens(self) -> int:
         return int(self._tokens)
 
     def on_pass(self) -> None:
-        self._tokens = max(float(self.LEAST_TOKENS), self._tokens * 0.99)
+        self._tokens = max(self._least, self._tokens * 0.99)
 
     def on_retraction(self) -> None:
-        self._tokens = min(float(self.MOST_TOKENS), self._tokens * 2)
+        wanted = max(float(self.FIRST_STEP_TOKENS), self._tokens * 2)
+        self._tokens = min(float(self.MOST_TOKENS), wanted)
 
 
 class Admission:
@@ -74,15 +77,15 @@ class Admission:
         queue: WaitQueue,
         running: RunningSet,
         policy: Policy,
-        max_prefill_tokens: int,
+        config: SchedulerConfig,
         counters: Counters,
     ) -> None:
-        self.headroom = Headroom()
+        self.headroom = Headroom(config.headroom_tokens)
         self._cache = cache
         self._queue = queue
         self._running = running
         self._policy = policy
-        self._max_prefill_tokens = max_prefill_tokens
+        self._max_prefill_tokens = config.max_prefill_tokens
         self._counters = counters
         self._page_size = cache.page_size
         self._credit = 0

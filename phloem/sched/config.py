@@ -19,6 +19,7 @@ class SchedulerConfig:
     max_prefill_tokens: int = 16384  # per step; decodes (at most max_running) come on top
     policy: str = "lpm"
     overlap: bool = True  # plan step k+1 while step k runs
+    headroom_tokens: int = 32  # kept free ahead of each running request when others are let in
     eos_ids: tuple[int, ...] = ()
     seed: int = 0  # of the seeds drawn for requests that bring none
 
@@ -27,3 +28,5 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.headroom_tokens < 0:
+            raise ConfigError(f"headroom_tokens must not be negative, got {self.headroom_tokens}")

@@ -52,7 +52,7 @@ class Scheduler:
             queue=self._queue,
             running=self._running,
             policy=self._policy,
-            max_prefill_tokens=config.max_prefill_tokens,
+            config=config,
             counters=self._counters,
         )
         self._requests: dict[str, RequestState] = {}  # queued and running

@@ -23,7 +23,8 @@ from phloem.sim.models import NextToken, choose
 __all__ = ["FakeWorker", "PageFault"]
 
 _POISON = -1
-_NO_PAGE = -1
+_NO_CELL = -1  # where a page table has no page yet
+_POSITION_SHIFT = 32  # a cell is position << 32 | id
 
 
 class PageFault(Exception):
@@ -31,13 +32,14 @@ class PageFault(Exception):
 
 
 class _Row:
-    """One row of the worker's tables."""
+    """One row of the worker's tables: cells[p] is where position p lives."""
 
-    __slots__ = ("init", "num_known", "pages", "tokens")
+    __slots__ = ("cells", "init", "num_known", "tokens")
 
     def __init__(self, init: RowInit, max_model_len: int, page_size: int) -> None:
+        num_pages = -(-max_model_len // page_size)
         self.init = init
-        self.pages = np.full(-(-max_model_len // page_size), _NO_PAGE, dtype=np.int64)
+        self.cells = np.full(num_pages * page_size, _NO_CELL, dtype=np.int64)
         self.tokens = np.zeros(max_model_len + 1, dtype=np.int32)  # + the last sampled one
         known = tokens_from_bytes(init.tokens)
         self.tokens[: len(known)] = known
@@ -65,8 +67,9 @@ class FakeWorker:
         self._page_size = page_size
         self._max_model_len = max_model_len
         self._fail_row = fail_row
-        self._ids = np.full((num_pages, page_size), _POISON, dtype=np.int32)
-        self._positions = np.full((num_pages, page_size), _POISON, dtype=np.int64)
+        self._cells = np.full((num_pages, page_size), _POISON, dtype=np.int64)
+        self._flat = self._cells.reshape(-1)  # the same memory
+        self._positions = np.arange(max_model_len, dtype=np.int64)
         self._rows: list[_Row | None] = [None] * max_running
         self._queue: deque[StepPlan] = deque()
         self._last_step = -1
@@ -93,15 +96,15 @@ class FakeWorker:
         for row in plan.released:
             assert self._rows[row] is not None, f"row {row} is released but was free"
             self._rows[row] = None
-        slots = slots_of(plan.freed_pages)
-        self._ids[slots] = _POISON
-        self._positions[slots] = _POISON
+        self._cells[slots_of(plan.freed_pages)] = _POISON
         for init in plan.admitted:
             assert self._rows[init.row] is None, f"row {init.row} is given away twice"
             self._rows[init.row] = _Row(init, self._max_model_len, self._page_size)
         for update in plan.table_updates:
-            end = update.first_page + len(update.refs)
-            self._row(update.row).pages[update.first_page : end] = update.refs
+            size = self._page_size
+            first, end = update.first_page * size, (update.first_page + len(update.refs)) * size
+            cells = slots_of(update.refs)[:, None] * size + np.arange(size)
+            self._row(update.row).cells[first:end] = cells.ravel()
 
     def _row(self, row: int) -> _Row:
         state = self._rows[row]
@@ -118,21 +121,18 @@ class FakeWorker:
             assert (plan.count, end) == (1, row.num_known), f"{plan} is no future"
         else:
             assert np.array_equal(ids, tokens_from_bytes(plan.tokens)), f"{plan}: other ids"
-        positions = np.arange(plan.start, end)
-        slots = self._slots(row, positions)
-        self._ids[slots, positions % self._page_size] = ids
-        self._positions[slots, positions % self._page_size] = positions
+        cells = self._cells_of(row, plan.start, end)
+        self._flat[cells] = (self._positions[plan.start : end] << _POSITION_SHIFT) | ids
 
     def _attend(self, plan: RowPlan) -> RowResult | None:
         row = self._row(plan.row)
         end = plan.start + plan.count
-        positions = np.arange(end)
-        slots = self._slots(row, positions)
-        offsets = positions % self._page_size
-        if not np.array_equal(self._positions[slots, offsets], positions):
-            wrong = int(np.argmax(self._positions[slots, offsets] != positions))
-            raise PageFault(f"row {plan.row}: position {wrong} of {end} is not in its page")
-        context = self._ids[slots, offsets]
+        read = self._flat[self._cells_of(row, 0, end)]
+        wrong = (read >> _POSITION_SHIFT) != self._positions[:end]
+        if wrong.any():
+            where = int(np.argmax(wrong))
+            raise PageFault(f"row {plan.row}: position {where} of {end} is not in its page")
+        context = read.astype(np.int32)  # the low half
         if not plan.sample:
             return None
         assert end == row.num_known, f"{plan}: sampled before the end of what is known"
@@ -152,8 +152,8 @@ class FakeWorker:
         row.num_known += 1
         return RowResult(row=plan.row, serial=plan.serial, token=token)
 
-    def _slots(self, row: _Row, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        refs = row.pages[positions // self._page_size]
-        if (refs < 0).any():
+    def _cells_of(self, row: _Row, start: int, end: int) -> npt.NDArray[np.int64]:
+        cells = row.cells[start:end]
+        if cells.min() < 0:
             raise PageFault(f"row of serial {row.init.serial} has no page for some position")
-        return slots_of(refs)
+        return cells

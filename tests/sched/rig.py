@@ -1,0 +1,170 @@
+"""A whole engine without weights: real loop, scheduler and cache over page memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from phloem.cache import PrefixCache, check_invariants
+from phloem.core.clock import VirtualClock
+from phloem.core.namespace import make_namespace
+from phloem.core.plan import RowResult, StepPlan, StepResult
+from phloem.core.request import FinishReason, GenerateRequest, OutputChunk, SamplingParams
+from phloem.core.tokens import tokens_to_bytes
+from phloem.loop import EngineLoop
+from phloem.sched import Scheduler, SchedulerConfig
+from phloem.sim import FakeWorker, NextToken, cold, hash_model
+
+VOCAB = 997
+NAMESPACE = make_namespace(model="fake")
+
+
+def prompt_of(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+class Rig:
+    """Adds requests, steps, keeps every chunk, and compares answers with `cold`."""
+
+    def __init__(
+        self,
+        *,
+        page_size: int = 4,
+        num_pages: int = 64,
+        max_model_len: int = 4096,
+        model: NextToken | None = None,
+        cache_enabled: bool = True,
+        fail_row=lambda serial, index: None,
+        **config,
+    ) -> None:
+        self.page_size = page_size
+        self.config = SchedulerConfig(max_model_len=max_model_len, **config)
+        self.cache = PrefixCache(
+            page_size=page_size, num_pages=(num_pages,), enabled=cache_enabled, record_freed=True
+        )
+        self.scheduler = Scheduler(self.config, self.cache)
+        self.model = hash_model(VOCAB) if model is None else model
+        self.worker = RecordingWorker(
+            self.model,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_running=self.config.max_running,
+            max_model_len=max_model_len,
+            fail_row=fail_row,
+        )
+        self.loop = EngineLoop(self.scheduler, self.worker, VirtualClock(), self._take)
+        self.requests: dict[str, GenerateRequest] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.last: dict[str, OutputChunk] = {}
+        self.started_at: dict[str, int] = {}
+        self.steps = 0
+
+    def _take(self, chunks: Sequence[OutputChunk]) -> None:
+        for chunk in chunks:
+            assert self.last.get(chunk.request_id) is None, f"{chunk} comes after the end"
+            self.started_at.setdefault(chunk.request_id, self.steps)
+            self.answers[chunk.request_id] += chunk.tokens
+            if chunk.finish is not None:
+                self.last[chunk.request_id] = chunk
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        *,
+        namespace: bytes = NAMESPACE,
+        routing_key: str | None = None,
+        priority: int = 0,
+        **sampling,
+    ) -> GenerateRequest:
+        request = GenerateRequest(
+            request_id=request_id,
+            tokens=tokens_to_bytes(prompt),
+            sampling=SamplingParams(**sampling),
+            namespace=namespace,
+            routing_key=routing_key,
+            priority=priority,
+        )
+        self.loop.add(request)
+        self.requests[request_id] = request
+        self.answers[request_id] = []
+        return request
+
+    def step(self, count: int = 1) -> bool:
+        more = True
+        for _ in range(count):
+            self.steps += 1
+            more = self.loop.step()
+        return more
+
+    def run(self, limit: int = 20_000) -> None:
+        """Until idle; a loop that never becomes idle fails."""
+        for _ in range(limit):
+            if not self.step():
+                assert self.loop.dead is None, self.loop.dead
+                assert self.loop.idle, "nothing to do, yet requests are left"
+                return
+        raise AssertionError(f"not idle after {limit} steps")
+
+    def cold(self, request_id: str) -> list[int]:
+        request = self.requests[request_id]
+        return cold(self.model, request.tokens, request.sampling, eos_ids=self.config.eos_ids)
+
+    def check_answers(self) -> None:
+        """Every finished answer is cold's; every cut-off one is a beginning of it."""
+        for request_id, chunk in self.last.items():
+            expected, got = self.cold(request_id), self.answers[request_id]
+            if chunk.finish in (FinishReason.STOP, FinishReason.LENGTH):
+                assert got == expected, f"{request_id} ({chunk.finish}) differs from cold"
+            else:
+                assert got == expected[: len(got)], f"{request_id} ({chunk.finish}) differs"
+            cached = chunk.cached.total
+            longest = (chunk.prompt_tokens - 1) // self.page_size * self.page_size
+            assert 0 <= cached <= longest
+            assert cached % self.page_size == 0
+
+    def check_idle(self) -> None:
+        """All that must hold when nothing runs, O-05's exact pages included."""
+        assert self.loop.idle
+        self.check_answers()
+        assert set(self.last) == set(self.requests), "some request never ended"
+        check_invariants(self.cache, idle=True)
+        assert self.cache.locked_pages == 0
+        self.cache.flush()
+        assert self.cache.free_pages == self.cache.total_pages
+        check_invariants(self.cache, idle=True)
+
+
+class RecordingWorker(FakeWorker):
+    """Keeps every plan."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.plans: list[StepPlan] = []
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        super().submit(plan)
+
+
+class FailingWorker:
+    """Fails at step `at`, on submit or on collect."""
+
+    def __init__(self, at: int, where: str) -> None:
+        self.at, self.where = at, where
+        self.queue: list[StepPlan] = []
+
+    def submit(self, plan: StepPlan) -> None:
+        if self.where == "submit" and plan.step == self.at:
+            raise RuntimeError("out of memory")
+        self.queue.append(plan)
+
+    def collect(self) -> StepResult:
+        plan = self.queue.pop(0)
+        if self.where == "collect" and plan.step == self.at:
+            raise RuntimeError("out of memory")
+        rows = [RowResult(row=r.row, serial=r.serial, token=1) for r in plan.rows if r.sample]
+        return StepResult(step=plan.step, rows=tuple(rows))
+
+    def close(self) -> None:
+        self.queue.clear()
