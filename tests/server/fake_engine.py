@@ -91,6 +91,7 @@ class FakeEngine:
         self.changed = asyncio.Condition()
         self.alive = True
         self.draining = False
+        self.cut = asyncio.Event()  # set when draining ran out of time
         self.closed = 0
         self.stats_gate: Gate | None = None
         self.flushed = 0
@@ -228,6 +229,7 @@ class FakeEngine:
             async with self.changed:
                 await asyncio.wait_for(self.changed.wait_for(lambda: not self.running), timeout_s)
         except TimeoutError:
+            self.cut.set()
             return False
         return True
 
