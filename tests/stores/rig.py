@@ -116,9 +116,7 @@ class Rig:
         self.check_content(names, op, statuses)
         return statuses
 
-    def check_content(
-        self, names: Sequence[int | str], op: Op, statuses: Sequence[Status]
-    ) -> None:
+    def check_content(self, names: Sequence[int | str], op: Op, statuses: Sequence[Status]) -> None:
         for name, span, status in zip(names, op.spans, statuses, strict=True):
             if status is OK:
                 got = bytes(self.view[span.offset : span.offset + span.length])
@@ -129,7 +127,6 @@ class Rig:
 
     def drop(self, names: Sequence[int | str]) -> tuple[Status, ...]:
         return self.run(Op(verb=Verb.DROP, keys=tuple(map(key_of, names))))
-
 
 
 def make_rig(
