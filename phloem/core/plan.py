@@ -81,7 +81,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowResult:
-    """The outcome of one sampled row. `error`: only this row failed (e.g. NaN logits)."""
+    """The outcome of one sampled row.
+
+    `error`: only this row failed (e.g. NaN logits). Its token buffer gets some valid id all the
+    same: the next plan may be in flight already and read it, in a row whose result is ignored.
+    """
 
     row: int
     serial: int

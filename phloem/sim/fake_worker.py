@@ -137,20 +137,24 @@ class FakeWorker:
             return None
         assert end == row.num_known, f"{plan}: sampled before the end of what is known"
         error = self._fail_row(plan.serial, plan.output_index)
-        if error is not None:
-            return RowResult(row=plan.row, serial=plan.serial, error=error)
-        token = choose(
-            self._model,
-            tokens_to_bytes(context),
-            index=plan.output_index,
-            min_tokens=row.init.sampling.min_tokens,
-            stop_ids=row.init.stop_ids,
+        token = (
+            0
+            if error is not None
+            else choose(
+                self._model,
+                tokens_to_bytes(context),
+                index=plan.output_index,
+                min_tokens=row.init.sampling.min_tokens,
+                stop_ids=row.init.stop_ids,
+            )
         )
         index = row.num_known - row.init.num_prompt_tokens
         assert plan.output_index == index, f"{plan}: this is output number {index}"
         row.tokens[row.num_known] = token
-        row.num_known += 1
-        return RowResult(row=plan.row, serial=plan.serial, token=token)
+        row.num_known += 1  # after an error too: a wasted row may read it in the next step
+        return RowResult(
+            row=plan.row, serial=plan.serial, token=-1 if error else token, error=error
+        )
 
     def _cells_of(self, row: _Row, start: int, end: int) -> npt.NDArray[np.int64]:
         cells = row.cells[start:end]
