@@ -100,7 +100,7 @@ class Front:
         except ClientDisconnect:
             status = status or _CLIENT_CLOSED
         except Exception:  # the last net of the process's entry point: log, answer, live on
-            logger.exception("request %s: %s failed", info.request_id, scope["path"])
+            logger.exception("request %s: %r failed", info.request_id, scope["path"])
             if status:
                 raise  # a response is under way: the server must cut the connection
             await _answer(tagged_send, 500, internal_error(info.request_id))

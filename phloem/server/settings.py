@@ -20,8 +20,9 @@ class ServerSettings:
     stats_timeout_s: float = 0.5  # after this, /metrics shows the last snapshot and its age
 
     def __post_init__(self) -> None:
-        if self.api_key is not None and not self.api_key.strip():
-            raise ConfigError("the API key is empty: give one, or leave it out to serve without")
+        key = self.api_key
+        if key is not None and not (key.isascii() and key.strip() == key != ""):
+            raise ConfigError("the API key must be ASCII text without spaces around it")
         if any(not name for name in self.served_model_names):
             raise ConfigError("a served model name is empty")
         for name in ("max_body_bytes", "max_prompts", "stats_timeout_s"):

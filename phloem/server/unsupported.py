@@ -10,7 +10,7 @@ from typing import Any
 
 from phloem.core.errors import BadRequest
 
-__all__ = ["refuse_unsupported"]
+__all__ = ["refuse_unsupported", "unsupported_names"]
 
 # name -> the values that ask for nothing; () where every value asks for something
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -65,6 +65,11 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "typical_p": (1, 1.0),
     "mirostat": (0,),
 }
+
+
+def unsupported_names() -> tuple[str, ...]:
+    """All of them, except the `guided_` family."""
+    return tuple(_NEUTRAL)
 
 
 def _same(value: object, neutral: object) -> bool:

@@ -19,6 +19,7 @@ async def test_probes_tell_alive_from_ready() -> None:
     engine = FakeEngine()
     async with client(engine) as http:
         assert [(await http.get(p)).status_code for p in PROBES] == [200] * 5
+        assert [(await http.head(p)).status_code for p in PROBES] == [200] * 5
         engine.draining = True
         assert [(await http.get(p)).status_code for p in PROBES] == [200, 200, 200, 503, 503]
         engine.alive = False
