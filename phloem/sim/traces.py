@@ -23,6 +23,7 @@ from phloem.core.tokens import tokens_to_bytes
 __all__ = ["TOKENS_PER_ID", "TraceError", "TraceRequest", "read_trace", "trace_tokens"]
 
 TOKENS_PER_ID = 16
+MAX_HASH_ID = 1 << 59  # times 16 it still fits in 64 bits
 
 
 class TraceError(PhloemError):
@@ -42,6 +43,9 @@ class TraceRequest:
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 1:
             raise TraceError(f"input_length must be at least 1, got {self.num_prompt_tokens}")
+        for hash_id in self.hash_ids:
+            if not 0 <= hash_id < MAX_HASH_ID:
+                raise TraceError(f"hash_ids must be below 2**59 and not negative, got {hash_id}")
         need = -(-self.num_prompt_tokens // TOKENS_PER_ID)
         if len(self.hash_ids) != need:
             raise TraceError(

@@ -80,7 +80,7 @@ def test_o36e_limits(page_size: int):
     rig.add("sum is limit", prompt_of(rng, 40), max_tokens=8)
     rig.add("prompt is limit", prompt_of(rng, limit), max_tokens=1)
     for length, max_tokens in ((limit + 1, 1), (limit, 2), (40, 10), (1, limit + 1)):
-        with pytest.raises(BadRequest, match=f"{length} prompt tokens.*{limit} tokens") as error:
+        with pytest.raises(BadRequest, match=rf"{length} prompt tokens.*{limit} tokens") as error:
             rig.add("over", prompt_of(rng, length), max_tokens=max_tokens)
         assert error.value.code == "context_length_exceeded"
         assert error.value.param == ("prompt" if length > limit else "max_tokens")
@@ -96,7 +96,7 @@ def test_what_never_fits_in_the_pool_is_refused_with_the_numbers(page_size: int)
     """And what just fits, alone, runs to its end."""
     rig = Rig(page_size=page_size, num_pages=8)
     total = 8 * page_size
-    with pytest.raises(BadRequest, match="need 9 KV pages.*the pool has 8"):
+    with pytest.raises(BadRequest, match=r"need 9 KV pages.*the pool has 8"):
         rig.add("too long", [1] * total, max_tokens=2)
     with pytest.raises(BadRequest, match="the pool has 8"):
         rig.add("prompt too long", [1] * (total + 1), max_tokens=1)
