@@ -22,6 +22,7 @@ __all__ = ["Leader"]
 # A leaf is lengthened in place while that copies little; what grows beyond is joined at close.
 APPEND_BYTES = 16 * 1024
 JOIN_RATIO = 16
+JOIN_STEPS = 16  # nodes looked at per close; the rest is for later ones
 
 
 class Leader:
@@ -138,7 +139,7 @@ class Leader:
             self.policy.locked(fresh)
 
     def unlock(self, node: Node) -> None:
-        """Unlock the path from `node` to the root, then join a private run that ends in it."""
+        """Unlock the path from `node` to the root, then join the private runs on it."""
         idle, refs = self.log.append(commands.unlock(node.id))
         if idle:
             self.policy.unlocked(idle)
@@ -175,27 +176,37 @@ class Leader:
         return sum(a.capacity for a in self.state.allocators) - self.state.free_pages
 
     def _join(self, node: Node) -> None:
-        # Only what the leaving request has walked: all of it is equally recent, so that one
-        # place in the order of eviction stands for the whole run.
-        # A much longer ancestor stays as it is, so that joining copies each token a bounded number
-        # of times while a session grows; the path of a session then has O(log) nodes.
+        # Only what the leaving request has walked: all of it is equally recent, so that one place
+        # in the order of eviction stands for the whole run.
+        steps = JOIN_STEPS
+        upper: Node | None = node
+        while upper is not None and upper.parent is not None and steps > 0:
+            count = self._run_above(upper)
+            if count:
+                gone = self.log.append(commands.merge(upper.id, count))
+                if not upper.locks:
+                    self.policy.locked(gone)
+            steps -= 1 + count
+            upper = upper.parent
+
+    def _run_above(self, node: Node) -> int:
+        """How many ancestors right above can be joined with `node`."""
+        # A much longer one stays as it is, so that joining copies each token a bounded number of
+        # times while a session grows; the path of a session then has O(log) nodes.
         length = len(node.key)
         count = 0
         parent = node.parent
         while (
             parent is not None
-            and parent.locks == node.locks
             and len(parent.children) == 1
+            and parent.locks == node.locks
             and parent.parent is not None
             and len(parent.key) <= JOIN_RATIO * length
         ):
             count += 1
             length += len(parent.key)
             parent = parent.parent
-        if count:
-            gone = self.log.append(commands.merge(node.id, count))
-            if not node.locks:
-                self.policy.locked(gone)
+        return count
 
     def _note_freed(self, refs: bytes) -> None:
         if self.record_freed:

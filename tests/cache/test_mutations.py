@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 
 import pytest
-from tests.cache.world import Walk, World
 
 from phloem.cache import PrefixCache
 from phloem.cache.eviction import LruPolicy
@@ -13,6 +12,7 @@ from phloem.cache.leader import Leader
 from phloem.cache.match import Match
 from phloem.cache.reservation import PagesChanged, Reservation
 from phloem.cache.tree import RadixTree
+from tests.cache.world import Walk, World
 
 
 def drop_one_lock(patch: pytest.MonkeyPatch) -> None:
@@ -204,17 +204,19 @@ MUTATIONS = [
 ]
 
 
+def take_walks() -> None:
+    for seed in range(6):
+        cache = PrefixCache(page_size=4, num_pages=(24,), record_freed=True)
+        Walk(World(cache, invariants=False, follow=False), seed).run(400)
+
+
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
 def test_suite_notices(mutate, monkeypatch):
     """The naive world alone must see it, without the invariants checker."""
     mutate(monkeypatch)
     with pytest.raises((AssertionError, KeyError, RuntimeError)):
-        for seed in range(6):
-            cache = PrefixCache(page_size=4, num_pages=(24,), record_freed=True)
-            Walk(World(cache, invariants=False, follow=False), seed).run(400)
+        take_walks()
 
 
 def test_the_same_walks_are_green_without_a_mutation():
-    for seed in range(6):
-        cache = PrefixCache(page_size=4, num_pages=(24,), record_freed=True)
-        Walk(World(cache, invariants=False, follow=False), seed).run(400)
+    take_walks()

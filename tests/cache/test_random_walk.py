@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.cache.world import Walk, World
 
 from phloem.cache import PrefixCache
+from tests.cache.world import Walk, World
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
