@@ -63,7 +63,7 @@ class Reservation:
         self._namespace = namespace
         self._node = node  # the end of what is locked
         self._shares = shares
-        self._table = table
+        self._table = table  # read-only if exactly num_pages long, else it has room at its end
         self.num_pages = len(table)
         self.num_cached_pages = num_cached_pages  # when it was reserved; never changes
         self.num_committed_pages = num_cached_pages
@@ -83,9 +83,13 @@ class Reservation:
 
     @property
     def refs(self) -> PageRefs:
-        """The page table, int64 (num_pages,)."""
+        """The page table, int64 (num_pages,), read-only."""
         table = self._table
-        return table if len(table) == self.num_pages else table[: self.num_pages]
+        if len(table) == self.num_pages:
+            return table
+        view = table[: self.num_pages]
+        view.setflags(write=False)
+        return view
 
     @property
     def node(self) -> Node:
@@ -104,10 +108,8 @@ class Reservation:
             return
         packed = self._leader.allocate(self.num_pages, num_pages)
         old, new = self.num_pages, self.num_pages + num_pages
-        if new > len(self._table) or not self._table.flags.writeable:
-            table = np.empty(new + (new >> 3) + 8, REF_DTYPE)
-            table[:old] = self._table[:old]
-            self._table = table
+        if new >= len(self._table):
+            self._move_table(new + (new >> 3) + 8)
         self._table[old:new] = np.frombuffer(packed, REF_DTYPE)
         self.num_pages = new
 
@@ -179,6 +181,11 @@ class Reservation:
         stop = first + len(packed) // REF_BYTES
         refs = np.frombuffer(packed, REF_DTYPE)
         self._leader.free(self._table[first:stop].tobytes())
-        self._table = self._table.copy()  # who holds the old one keeps what it read
+        self._move_table(self.num_pages + 8)  # who holds the old one keeps what it read
         self._table[first:stop] = refs
         return PagesChanged(first, refs)
+
+    def _move_table(self, capacity: int) -> None:
+        table = np.empty(capacity, REF_DTYPE)
+        table[: self.num_pages] = self._table[: self.num_pages]
+        self._table = table

@@ -205,7 +205,7 @@ MUTATIONS = [
 
 
 def take_walks() -> None:
-    for seed in range(6):
+    for seed in range(8):
         cache = PrefixCache(page_size=4, num_pages=(24,), record_freed=True)
         Walk(World(cache, invariants=False, follow=False), seed).run(400)
 

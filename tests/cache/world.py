@@ -267,17 +267,17 @@ class Walk:
         """One random step."""
         rng, world = self.rng, self.world
         roll = rng.random()
-        if roll < 0.30 or not world.runners:
+        if roll < 0.34 or not world.runners:
             self._open()
             return
         runner = rng.choice(world.runners)
         if roll < 0.60:
             most = min(len(runner.table), len(runner.tokens) // world.page)
             world.commit(runner, rng.randint(0, most))
-        elif roll < 0.72:
+        elif roll < 0.70:
             if not world.extend(runner, rng.randint(1, 3)):
                 world.close(runner)
-        elif roll < 0.92:
+        elif roll < 0.96:
             world.close(runner)
         elif roll < 0.995:
             world.evict(rng.randint(0, 6))
@@ -299,19 +299,20 @@ class Walk:
 
     def _text(self) -> bytes:
         rng = self.rng
-        if self.texts and rng.random() < 0.8:
+        if self.texts and rng.random() < 0.9:
             base = rng.choice(self.texts)
-            base = base[: rng.randint(0, len(base) // TOKEN) * TOKEN]
-            if rng.random() < 0.2:
-                return base or bytes(TOKEN)
+            if rng.random() < 0.3:
+                return base
+            if rng.random() < 0.6:
+                base = base[: rng.randint(0, len(base) // TOKEN) * TOKEN]
         else:
             base = b""
         room = self.max_tokens - len(base) // TOKEN
         tail = [rng.randrange(2) for _ in range(rng.randint(0, max(0, room)))]
         text = base + b"".join(token.to_bytes(TOKEN, "little") for token in tail)
         text = text or bytes(TOKEN)
-        if len(self.texts) < 40:
+        if len(self.texts) < 16:
             self.texts.append(text)
         else:
-            self.texts[rng.randrange(40)] = text
+            self.texts[rng.randrange(16)] = text
         return text
