@@ -116,11 +116,19 @@ class Admission:
             self._refresh_matches(view)
         self._look_at_running(self._running)
         for request, barrier in self._queue.candidates(view):
-            if not self._running.tables.num_free or self._credit <= 0:
+            if not self._may_try():
                 break
             verdict = self._try(request, barrier=barrier)
             if barrier and verdict in (Verdict.NO_ROOM, Verdict.NO_BUDGET):
                 break
+
+    def _may_try(self) -> bool:
+        """Is there a row, a prefill token left in this step, and time for one more match?"""
+        return (
+            self._running.tables.num_free > 0
+            and self._credit > 0
+            and would_get_tokens(self._remaining, 1, self._max_prefill_tokens, self._page_size)
+        )
 
     def _look_at_running(self, running: Iterable[RequestState]) -> None:
         self._remaining, self._leaders = [], []
@@ -145,7 +153,8 @@ class Admission:
         all_pages = pages_for_tokens(request.num_tokens, self._page_size)
         headroom = self._headroom_pages(request)
         room = self._cache.free_pages + self._cache.evictable_pages
-        if all_pages - request.matched_pages + headroom > room:  # cheap, before matching anew
+        seems_too_large = all_pages - request.matched_pages + headroom > room
+        if seems_too_large and not barrier:  # by its last known match: cheaper than a new one
             return Verdict.NO_ROOM
         match = self.find_match(request)
         if self._is_being_computed(request, match):

@@ -96,7 +96,8 @@ class WaitQueue:
     def next_to_refresh(self) -> RequestState | None:
         """Queued requests in turn, one a call; None after the last of a round."""
         for request in self._refresh_round:
-            if request.request_id in self._by_id:
+            entry = self._by_id.get(request.request_id)
+            if entry is not None and entry[2] is request:  # else it has left since the round began
                 return request
         self._refresh_round = iter([entry[2] for entry in self._by_id.values()])
         return None

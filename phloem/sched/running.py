@@ -44,6 +44,7 @@ class RunningSet:
         request.serial = self._next_serial
         self._next_serial += 1
         request.reservation = reservation
+        request.match = None  # after a retraction its tokens are others
         request.num_pages = reservation.num_pages
         request.num_computed = reservation.num_cached_pages * self._page_size
         request.num_planned = request.num_computed

@@ -139,6 +139,14 @@ class Scheduler:
         return len(self._requests)
 
     @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
     def num_in_flight(self) -> int:
         """Plans handed out and not applied yet."""
         return len(self._in_flight)

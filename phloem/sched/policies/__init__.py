@@ -41,7 +41,6 @@ class Policy:
     # Ranks taken under one epoch stay comparable; when it changes, the whole queue is ranked anew.
     epoch: Callable[[PolicyView], Hashable] = _always_valid
     uses_cache: bool = True  # ranks depend on the cached prefix, so it is kept fresh
-    can_starve: bool = True  # later requests may overtake without end: the queue must age
 
 
 def policy_names() -> tuple[str, ...]:

@@ -12,4 +12,4 @@ def rank(request: RequestState, view: PolicyView) -> Rank:  # noqa: ARG001
     return (-request.priority,)
 
 
-POLICY = Policy(rank=rank, uses_cache=False, can_starve=True)
+POLICY = Policy(rank=rank, uses_cache=False)
