@@ -80,11 +80,11 @@ class Rig:
             assert self.answers[ticket].held, "released without having been held"
             self.released.append(ticket)
 
-    def until(self, condition: Callable[[], bool]) -> None:
+    def until(self, condition: Callable[[], bool], step_s: float = 0.05) -> None:
         end = MonotonicClock().now_s() + PATIENCE_S
         while not condition():
             assert MonotonicClock().now_s() < end, "no progress"
-            self.pump(0.05)
+            self.pump(step_s)
 
     def answer(self, ticket: Ticket) -> Done:
         self.until(lambda: ticket in self.answers)

@@ -91,7 +91,7 @@ def running(rig: Rig, faulty: FaultyBackend, op: Op, within_s: float) -> int:
     before = faulty.counters[Fault.HANG]
     faulty.script(op.verb, Fault.HANG)
     ticket = rig.submit(op, within_s)
-    rig.until(lambda: faulty.counters[Fault.HANG] > before)
+    rig.until(lambda: faulty.counters[Fault.HANG] > before, step_s=0.0005)
     return ticket
 
 

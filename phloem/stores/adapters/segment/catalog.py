@@ -91,7 +91,10 @@ class Catalog:
                 return
             self.unreadable.discard(index)
             segment = self.segments[index] = Segment(index, file, stat.st_ino)
-        if segment.owned or segment.scanned_ns == stat.st_mtime_ns:
+        if segment.owned:  # cut off under us: what is written now would lie behind a hole
+            segment.broken |= stat.st_size < self._directory.geometry.segment_bytes
+            return
+        if segment.scanned_ns == stat.st_mtime_ns:
             return
         is_fresh = time.time_ns() - stat.st_mtime_ns < MTIME_TICK_NS
         self._scan(segment, -1 if is_fresh else stat.st_mtime_ns)
@@ -112,6 +115,12 @@ class Catalog:
         """All segments, the oldest first."""
         return sorted(list(self.segments.values()), key=lambda segment: segment.sequence)
 
+    def clear(self) -> None:
+        """Let go of all files."""
+        with self._lock:
+            for segment in list(self.segments.values()):
+                self._forget(segment)
+
     def forget(self, segment: Segment) -> None:
         """The segment's file is gone."""
         with self._lock:
@@ -120,24 +129,25 @@ class Catalog:
 
     def _scan(self, segment: Segment, mtime_ns: int) -> None:
         try:
-            segment.scanned_ns = mtime_ns if self._scan_frames(segment) else -1
+            self._scan_frames(segment)
         except OSError:
             segment.broken = True
-            segment.scanned_ns = mtime_ns
             self._index.forget_segment(segment)
         finally:
+            segment.scanned_ns = mtime_ns
             self._scratch.reset()
 
-    def _scan_frames(self, segment: Segment) -> bool:
-        """Publish the frames behind the known tail; False if the last one must be looked at again.
+    def _scan_frames(self, segment: Segment) -> None:
+        """Publish the frames behind the known tail.
 
-        The last frame of an unsealed segment may be half-written: it is believed only after its
-        payloads were verified.
+        The last frame of an unsealed segment may be half-written: of it only those objects are
+        believed that verify, and the tail stays before it.
         """
         block = self._scratch.take(BLOCK)
         self._read_head(segment, block)
+        segment.torn = None
         if segment.generation == 0:
-            return True
+            return
         end = self._directory.geometry.segment_bytes
         frames: list[FrameHead] = []
         at = segment.tail
@@ -147,14 +157,16 @@ class Catalog:
                 break
             frames.append(frame)
             at += frame.num_bytes
-        is_complete = True
-        if frames and not segment.sealed and not self._is_whole(segment, frames[-1]):
-            at = frames.pop().offset
-            is_complete = False
+        if frames and not segment.sealed:
+            last = frames.pop()
+            whole = tuple(entry for entry in last.entries if self._is_whole(segment, entry))
+            frames.append(last._replace(entries=whole))
+            if whole != last.entries:
+                at = last.offset
+                segment.torn = frames[-1]
         for frame in frames:
             self._index.add(segment, frame.entries)
         segment.tail = at
-        return is_complete
 
     def _read_head(self, segment: Segment, block: memoryview) -> None:
         """Find out which life the segment is in; a new one means that its objects are gone."""
@@ -169,10 +181,7 @@ class Catalog:
         segment.sequence = head.sequence if head else 0
         segment.sealed = bool(head and head.sealed)
 
-    def _is_whole(self, segment: Segment, frame: FrameHead) -> bool:
-        return all(self._is_whole_object(segment, entry) for entry in frame.entries)
-
-    def _is_whole_object(self, segment: Segment, entry: Entry) -> bool:
+    def _is_whole(self, segment: Segment, entry: Entry) -> bool:
         view = self._scratch.take(padded(entry.length))
         if segment.file.read([view], entry.offset) < entry.length:
             return False

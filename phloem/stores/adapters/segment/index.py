@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from phloem.stores.adapters.segment.blockio import BlockFile
-from phloem.stores.adapters.segment.format import Entry
+from phloem.stores.adapters.segment.format import Entry, FrameHead
 
 __all__ = ["Index", "Location", "Segment"]
 
@@ -21,6 +21,7 @@ class Segment:
         self.sequence = 0
         self.sealed = False
         self.tail = 0  # bytes that are known to be frames; what comes next is not known
+        self.torn: FrameHead | None = None  # the frame at the tail: only these entries are whole
         self.owned = False  # we write it: nobody else does
         self.broken = False  # an I/O error: not used for writing any more
         self.scanned_ns = -1  # its mtime when it was scanned; -1: scan it again

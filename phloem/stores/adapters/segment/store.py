@@ -86,4 +86,5 @@ class SegmentBackend:
 
     def close(self) -> None:
         self._writer.close()
+        self._catalog.clear()
         self._directory.close()

@@ -210,12 +210,32 @@ class SegmentWriter:
             if try_flock(segment.file.fd):
                 generation = segment.generation
                 self._catalog.rescan(segment)
-                if segment.generation == generation and not segment.sealed:
-                    self._catalog.own(segment)
+                self._catalog.own(segment)
+                is_same = segment.generation == generation and not segment.sealed
+                if is_same and self._mend(segment):
                     self.counters["segments_resumed"] += 1
                     return segment
-                fcntl.flock(segment.file.fd, fcntl.LOCK_UN)
+                self._release(segment)
         return None
+
+    def _mend(self, segment: Segment) -> bool:
+        """A torn last frame: keep what of it is whole, or write over it if nothing is."""
+        torn = segment.torn
+        segment.torn = None
+        if torn is None or not torn.entries:
+            return True
+        self._scratch.reset()
+        block = self._scratch.take(BLOCK)
+        block[:] = pack_frame_head(segment.generation, torn)
+        try:
+            segment.file.write([block], torn.offset)
+        except OSError as error:
+            self.counters[f"write_errno_{error.errno}"] += 1
+            segment.broken = True
+            return False
+        segment.tail = torn.offset + torn.num_bytes
+        self.counters["frames_mended"] += 1
+        return True
 
     def _create(self) -> Segment | None:
         used = self._directory.segments()

@@ -1,0 +1,34 @@
+"""The segment store against kill -9 and against neighbours (in processes of their own)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def drive(*args: object) -> dict[str, int]:
+    command = [sys.executable, "-m", "tests.stores.driver", *map(str, args)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    result["complaints"] = len(done.stderr.splitlines())
+    assert not result["failed"], done.stderr
+    return result
+
+
+def test_killed_at_200_points_it_never_serves_a_wrong_page(tmp_path: Path) -> None:
+    """No wrong page; what is offered is there; what was acknowledged is there; bound respected."""
+    result = drive("kill", tmp_path / "store", 20_26, 200)
+    assert result["points"] == 200
+    assert result["killed"] >= 195
+    assert result["offered"] > 5_000
+    assert result["promised"] > 500
+
+
+def test_three_processes_share_one_directory(tmp_path: Path) -> None:
+    """All write and read at once: right pages only, also each other's; one bound for all."""
+    result = drive("share", tmp_path / "store", 7, 3, 2.0)
+    assert result["fewest_foreign_reads"] > 20
