@@ -50,7 +50,8 @@ class ReferenceOps:
         rows = buffer.object_rows(layer)[index.reshape(-1)]
         shape = (2, buffer.num_head_groups, -1, buffer.heads_per_group, buffer.head_dim)
         by_token = rows.reshape(shape)  # (2, G, S, h, D)
-        return by_token.transpose(2, 3).reshape(2, buffer.num_kv_heads, -1, buffer.head_dim)
+        by_head = by_token.transpose(2, 3).contiguous()
+        return by_head.view(2, buffer.num_kv_heads, -1, buffer.head_dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
         scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])

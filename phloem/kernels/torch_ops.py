@@ -16,7 +16,7 @@ __all__ = ["TorchOps", "cpu_multiplies_bf16"]
 
 # Without bf16 instructions oneDNN's bf16 matmul runs at 1/8 of fp32's speed (measured, AVX2: 18
 # against 146 GFLOP/s at 512 rows), but a matrix-vector product reads half the bytes.
-FEW_ROWS = 3
+FEW_ROWS = 1
 # Rows of weights widened at a time: 4 MiB of fp32 stays in the last-level cache.
 WIDEN_BYTES = 4 << 20
 # What scaled_dot_product_attention calls on a CPU; unlike that, it returns the LSE. It reads K and
@@ -83,7 +83,7 @@ class TorchOps:
         if heads == 1:
             return rows.view(2, buffer.num_kv_heads, -1, dim)
         by_token = rows.view(2, buffer.num_head_groups, -1, heads, dim)
-        return by_token.transpose(2, 3).reshape(2, buffer.num_kv_heads, -1, dim)
+        return by_token.transpose(2, 3).contiguous().view(2, buffer.num_kv_heads, -1, dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
         if q.device.type == "cpu":
