@@ -148,11 +148,12 @@ def format_value(value: float | None) -> str:
 
 
 def _print_table(bench: str, results: Sequence[Result], stream: TextIO) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"bench {bench}", title_justify="left", header_style="bold")
-    table.add_column("name")
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column(bench)
     table.add_column("value", justify="right")
     table.add_column("unit")
     table.add_column("p10 ... p90", justify="right")

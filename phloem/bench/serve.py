@@ -123,9 +123,7 @@ class LoadReport:
             _rate("prompt_tok_s", prompt, span, "tokens/s"),
             summary("ttft_s", ttft, "s"),
             *_percentiles("ttft", ttft),
-            Result(name="itl_s", value=percentile(gaps, 50), unit="s"),
             *_percentiles("itl", gaps),
-            Result(name="e2e_s", value=percentile(e2e, 50), unit="s"),
             *_percentiles("e2e", e2e),
         ]
 

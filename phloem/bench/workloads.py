@@ -2,7 +2,7 @@
 
 A workload is a list of sessions; a session is what one user says, turn by turn. The same seed and
 options give the same sessions. Lengths are in tokens; as text they are met to about 20 %, since no
-tokenizer is at hand here (three quarters of a word a token).
+tokenizer is at hand here (three invented words make five tokens).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["WORKLOADS", "Piece", "Session", "Shape", "Turn", "make_sessions"]
 # A piece of prompt is made from a seed of its own, so that equal keys give equal pieces.
 # Ids below 1,000 are left out: many vocabularies keep their control tokens there.
 _FIRST_ID, _LAST_ID = 1_000, 30_000
-_WORDS_PER_TOKEN = 0.75
+_WORDS_PER_TOKEN = 0.6
 _TRACE_PAGE_TOKENS = 16
 _SYLLABLES = [a + b for a in "bdfghklmnprstvwz" for b in "aeio"]
 

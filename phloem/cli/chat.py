@@ -144,7 +144,9 @@ class _Talk:
             self.console.print(f"error: {answer.error}", style="red", markup=False)
             return
         self._messages.append({"role": "assistant", "content": answer.text})
-        self.console.print(_account(answer, stopped=stopped), style="dim", markup=False)
+        self.console.print(
+            _account(answer, stopped=stopped), style="dim", markup=False, soft_wrap=True
+        )
 
     async def _show(self, answer: Answer) -> None:
         body: dict[str, Any] = {
