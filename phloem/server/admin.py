@@ -70,10 +70,10 @@ async def list_models(http: Request) -> Response:
     return JSONResponse({"object": "list", "data": models})
 
 
-async def show_model(http: Request) -> Response:
+async def show_model(http: Request, model_id: str) -> Response:
     """One of them."""
     context = context_of(http)
-    name = context.model_name(http.path_params["model_id"])
+    name = context.model_name(model_id)
     return JSONResponse(_model(context.card, name))
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response
 
 import phloem
@@ -19,11 +18,12 @@ from phloem.server.chat import chat_completions
 from phloem.server.completions import completions
 from phloem.server.context import make_context
 from phloem.server.front import Front
+from phloem.server.page import page
 from phloem.server.settings import ServerSettings
 
 __all__ = ["create_app"]
 
-Endpoint = Callable[[Request], Awaitable[Response]]
+Endpoint = Callable[..., Awaitable[Response]]
 
 _POSTS: tuple[tuple[str, Endpoint, type[BaseModel]], ...] = (
     ("/v1/chat/completions", chat_completions, fields.ChatBody),
@@ -36,6 +36,7 @@ _POSTS: tuple[tuple[str, Endpoint, type[BaseModel]], ...] = (
     ("/v1/detokenize", tokens.detokenize, fields.DetokenizeBody),
 )
 _PLAIN: tuple[tuple[str, Endpoint, tuple[str, ...]], ...] = (
+    ("/", page, ("GET",)),
     ("/v1/models", admin.list_models, ("GET",)),
     ("/v1/models/{model_id:path}", admin.show_model, ("GET",)),
     ("/health", admin.health, ("GET", "HEAD")),

@@ -57,9 +57,11 @@ async def _job(context: Context, http: Request, body: ChatBody) -> Job:
 
 async def _whole(context: Context, job: Job, body: ChatBody) -> dict[str, Any]:
     end = await collect(context.runs.follow(job.requests[0]))
+    message: dict[str, Any] = {"role": "assistant", "content": end.text, "refusal": None}
+    message["annotations"] = []  # some clients' schemas require it
     choice = {
         "index": 0,
-        "message": {"role": "assistant", "content": end.text, "refusal": None},
+        "message": message,
         "logprobs": chat_logprobs(end.logprobs) if body.logprobs else None,
         **end_fields(end),
     }

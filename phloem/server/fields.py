@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 __all__ = [
     "AbortBody",
@@ -26,6 +26,32 @@ def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+_TEXT = {"type": "string", "minLength": 1}
+_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
+    },
+}
+Ids = Annotated[Any, WithJsonSchema(_IDS)]
+IdLists = Annotated[
+    Any, WithJsonSchema({"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1}]})
+]
+Texts = Annotated[Any, WithJsonSchema({"anyOf": [_TEXT, _TEXTS]})]
+Prompt = Annotated[
+    Any,
+    WithJsonSchema({"anyOf": [_TEXT, _IDS, {"type": "array", "items": {"anyOf": [_TEXT, _IDS]}}]}),
+]
+Messages = Annotated[Any, WithJsonSchema({"type": "array", "items": _MESSAGE, "minItems": 1})]
 Strings = Annotated[list[str], BeforeValidator(_listed)]
 Label = Annotated[str, Field(max_length=4096)]
 
@@ -82,7 +108,7 @@ class OpenAIBody(Routed, SamplingBody):
 class ChatBody(OpenAIBody):
     """POST /v1/chat/completions."""
 
-    messages: Any = None
+    messages: Messages = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = 0
@@ -92,7 +118,7 @@ class ChatBody(OpenAIBody):
 class CompletionBody(OpenAIBody):
     """POST /v1/completions."""
 
-    prompt: Any = None
+    prompt: Prompt = None
     logprobs: int | None = None
     add_special_tokens: bool = True
 
@@ -108,8 +134,8 @@ class NativeSampling(SamplingBody):
 class GenerateBody(Routed):
     """POST /generate: token ids or text in, token ids and text out."""
 
-    text: Any = None
-    input_ids: Any = None
+    text: Texts = None
+    input_ids: IdLists = None
     sampling_params: NativeSampling = Field(default_factory=NativeSampling)
     rid: str | None = None
     return_logprob: bool = False
@@ -122,7 +148,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Any = None
+    messages: Messages = None
     add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
     add_generation_prompt: bool = True
 
@@ -131,7 +157,7 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: Any = None
+    tokens: Ids = None
     skip_special_tokens: bool = False
 
 

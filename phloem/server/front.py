@@ -20,7 +20,9 @@ __all__ = ["Front", "RequestInfo", "info_of", "new_id"]
 logger = logging.getLogger(__name__)
 
 # Probes and scrapers have no key; what they see holds no prompt and no text.
-OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ready", "/ping", "/metrics", "/version"})
+OPEN_PATHS = frozenset(
+    {"/", "/health", "/livez", "/readyz", "/ready", "/ping", "/metrics", "/version"}
+)
 _ID = re.compile(r"[\x21-\x7e]{1,256}")
 _JSON_HEADER = (b"content-type", b"application/json")
 _CLIENT_CLOSED = 499  # never sent; only counted

@@ -182,7 +182,7 @@ async def test_request_ids_are_echoed() -> None:
 
 async def test_the_api_key_guards_all_but_probes_and_metrics() -> None:
     async with client(FakeEngine(), ServerSettings(api_key="secret")) as http:
-        for path in (*PROBES, "/metrics", "/version"):
+        for path in (*PROBES, "/metrics", "/version", "/"):
             assert (await http.get(path)).status_code == 200
         for path in ("/v1/models", "/server_info", "/flush_cache", "/nowhere", "/openapi.json"):
             assert (await http.get(path)).status_code == 401
@@ -224,3 +224,13 @@ async def test_openapi_describes_every_endpoint() -> None:
     assert {"messages", "temperature", "cache_salt", "stream_options"} <= set(properties)
     assert "$ref" not in str(chat_schema)
     assert {"/health", "/metrics", "/flush_cache", "/v1/models"} <= set(document["paths"])
+
+
+async def test_the_page_loads_nothing_from_elsewhere() -> None:
+    async with client(FakeEngine()) as http:
+        answer = await http.get("/")
+    assert answer.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert "http://" not in answer.text
+    assert "https://" not in answer.text
+    assert "innerHTML" not in answer.text
