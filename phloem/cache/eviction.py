@@ -23,17 +23,13 @@ class EvictionPolicy(Protocol):
         ...
 
     def locked(self, nodes: Iterable[Node]) -> None:
-        """Somebody locks these now, or they were merged into the node below them."""
+        """Somebody locks these now, or they are gone: evicted, or merged into the node below."""
         ...
 
-    def evicted(self, node_ids: Iterable[int]) -> None:
-        """These victims are gone."""
-        ...
+    def victims(self, num_pages: int) -> list[tuple[Node, int]]:
+        """Nodes and how many pages each loses: `num_pages` in all, or everything that there is.
 
-    def victims(self, num_pages: int) -> list[int]:
-        """Node ids and page counts in turn, `num_pages` in all or everything that there is.
-
-        Only the last victim may lose less than all its pages: it loses its tail.
+        A node that loses less than all its pages loses its tail, and is the last victim.
         """
         ...
 
@@ -53,36 +49,33 @@ class LruPolicy:
     __slots__ = ("_nodes",)
 
     def __init__(self) -> None:
-        self._nodes: OrderedDict[int, Node] = OrderedDict()
+        self._nodes: OrderedDict[Node, None] = OrderedDict()
 
     def unlocked(self, nodes: Iterable[Node]) -> None:
         mine = self._nodes
         for node in nodes:
-            mine[node.id] = node
+            mine[node] = None
 
     def locked(self, nodes: Iterable[Node]) -> None:
         mine = self._nodes
         for node in nodes:
-            del mine[node.id]
+            del mine[node]
 
-    def evicted(self, node_ids: Iterable[int]) -> None:
-        mine = self._nodes
-        for node_id in node_ids:
-            del mine[node_id]
-
-    def victims(self, num_pages: int) -> list[int]:
-        out: list[int] = []
-        for node in self._nodes.values():
-            if num_pages <= 0:
+    def victims(self, num_pages: int) -> list[tuple[Node, int]]:
+        out: list[tuple[Node, int]] = []
+        if num_pages <= 0:
+            return out
+        for node in self._nodes:
+            pages = len(node.refs) // REF_BYTES
+            if pages >= num_pages:
+                out.append((node, num_pages))
                 break
-            pages = min(len(node.refs) // REF_BYTES, num_pages)
-            out.append(node.id)
-            out.append(pages)
+            out.append((node, pages))
             num_pages -= pages
         return out
 
     def order(self) -> list[Node]:
-        return list(self._nodes.values())
+        return list(self._nodes)
 
 
 EVICTION_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LruPolicy}

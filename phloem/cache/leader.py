@@ -107,12 +107,13 @@ class Leader:
         victims = self.policy.victims(num_pages)
         if not victims:
             return 0
-        tree = self.tree
-        last = tree.nodes[victims[-2]]
-        whole = last.num_pages == victims[-1]
-        refs, keys = self.log.append(commands.evict(tuple(victims)))
-        num_gone = len(victims) // 2 - (not whole)
-        self.policy.evicted(victims[: 2 * num_gone : 2])
+        flat = [number for node, pages in victims for number in (node.id, pages)]
+        refs, keys = self.log.append(commands.evict(tuple(flat)))
+        last, _ = victims[-1]
+        gone = [node for node, _ in victims]
+        if last.parent is not None:
+            gone.pop()  # only its tail went
+        self.policy.locked(gone)
         self.ghosts.remember(keys)
         self._note_freed(refs)
         num_evicted = len(refs) // REF_BYTES

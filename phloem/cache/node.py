@@ -18,7 +18,7 @@ class Node:
     """One edge and its end. Only `RadixTree` writes to it.
 
     `locks` counts the reservations at or below the node, so a parent's count is never below a
-    child's. `last_access` is log time: of the last lock or unlock that passed.
+    child's. `last_access` is log time: of the last unlock that passed.
     """
 
     __slots__ = (

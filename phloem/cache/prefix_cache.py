@@ -92,7 +92,8 @@ class PrefixCache:
         """Lock what matched and allocate `num_new_pages` more, evicting others' if needed.
 
         The table covers match.num_pages + num_new_pages pages. If the tree has changed since the
-        match, it is matched again: then fewer or more of them are cached, and the rest is new.
+        match, it is matched again: then fewer or more of them are cached, and the rest is new (and
+        where more are cached than the table was to cover, it covers those).
         With share=False nothing that is computed is ever offered to others.
         Raises NoRoom, and the cache is unchanged.
         """

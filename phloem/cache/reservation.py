@@ -127,7 +127,7 @@ class Reservation:
         if target <= self.num_committed_pages:
             return None
         self.num_committed_pages = target
-        if not self._shares or self._node.detached:
+        if not self._shares:
             return None
         return self._share(tokens, target)
 

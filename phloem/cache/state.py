@@ -101,7 +101,7 @@ class CacheState:
     def _lock(self, command: Command) -> list[Node]:
         _, node, above = command
         nodes = self.tree.nodes
-        return self.tree.lock(nodes[node], nodes[above], self.now)
+        return self.tree.lock(nodes[node], nodes[above])
 
     def _unlock(self, command: Command) -> tuple[list[Node], bytes]:
         idle, refs = self.tree.unlock(self.tree.nodes[command[1]], self.now)

@@ -229,21 +229,21 @@ class RadixTree:
 
     # -- locks -------------------------------------------------------------------------------
 
-    def lock(self, node: Node, above: Node, now: int) -> list[Node]:
+    def lock(self, node: Node, above: Node) -> list[Node]:
         """Lock the path from `node` up to, without, `above`. Returns nodes that were unlocked."""
         fresh = []
-        if above is not self.root:
-            now = above.last_access  # a lock that moves down is as old as it was
+        fresh_bytes = 0
         step: Node | None = node
         while step is not above:
             assert step is not None, f"{node} is not below {above}"
-            if not step.locks:
+            locks = step.locks
+            if not locks:
                 fresh.append(step)
-                self.locked_pages += len(step.refs) // REF_BYTES
-            step.locks += 1
+                fresh_bytes += len(step.refs)
+            step.locks = locks + 1
             step.hits += 1
-            step.last_access = now
             step = step.parent
+        self.locked_pages += fresh_bytes // REF_BYTES
         return fresh
 
     def unlock(self, node: Node, now: int) -> tuple[list[Node], bytes]:
@@ -253,6 +253,7 @@ class RadixTree:
         are gone.
         """
         idle = []
+        idle_bytes = 0
         root = self.root
         step: Node | None = node
         while step is not root:
@@ -262,8 +263,9 @@ class RadixTree:
             if locks <= 0:
                 assert locks == 0, f"{step} is unlocked once too often"
                 idle.append(step)
-                self.locked_pages -= len(step.refs) // REF_BYTES
+                idle_bytes += len(step.refs)
             step = step.parent
+        self.locked_pages -= idle_bytes // REF_BYTES
         if idle and idle[0].detached:
             return [], self._drop_detached(idle)
         return idle, b""

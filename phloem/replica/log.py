@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-from phloem.replica.commands import Command
+from phloem.replica.commands import INSERT, Command
 
 __all__ = ["CommandLog", "ReplicatedState"]
 
@@ -64,15 +64,20 @@ class CommandLog:
         if self._followers:
             for follower in self._followers:
                 follower.apply(command)
-        if len(pending) == _FOLD_EVERY:
-            self._rolling = self._folded()
-            self._num_folded += _FOLD_EVERY
-            pending.clear()
+        if command[0] == INSERT or len(pending) == _FOLD_EVERY:
+            self._fold()
         return result
 
     def digest(self) -> str:
         """A fingerprint of every command so far, and their order."""
         return f"{self.position}:{self._folded().hex()}"
+
+    def _fold(self) -> None:
+        # When is a function of the commands alone, so every rank's digest is made of the same
+        # pieces; at every insert, because an insert keeps a prompt's tokens alive.
+        self._rolling = self._folded()
+        self._num_folded += len(self._pending)
+        self._pending.clear()
 
     def _folded(self) -> bytes:
         # Version 2 of marshal writes values alone: no object identities, no interning flags.

@@ -18,8 +18,8 @@ from tests.cache.world import Walk, World
 def drop_one_lock(patch: pytest.MonkeyPatch) -> None:
     original = RadixTree.lock
 
-    def lock(self, node, above, now):
-        return original(self, node.parent if node.parent is not above else node, above, now)
+    def lock(self, node, above):
+        return original(self, node.parent if node.parent is not above else node, above)
 
     patch.setattr(RadixTree, "lock", lock)
     ignore_lost_unlocks(patch)
@@ -148,7 +148,7 @@ def evict_what_was_used_last(patch: pytest.MonkeyPatch) -> None:
     def victims(self, num_pages):
         for node in reversed(self.order()):
             if not node.children:
-                return [node.id, min(node.num_pages, num_pages)] if num_pages else []
+                return [(node, min(node.num_pages, num_pages))] if num_pages else []
         return []
 
     patch.setattr(LruPolicy, "victims", victims)

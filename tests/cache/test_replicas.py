@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from phloem.cache import CacheState, PrefixCache
+from phloem.replica import commands
 from tests.cache.build import make, run_of, serve
 from tests.cache.world import Walk, World
 
@@ -19,11 +20,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_recorded_log_rebuilds_the_state():
     """Commands are complete: a replica that starts later and reads them all ends up equal."""
     cache = make(4, 40)
-    commands = []
+    log = []
 
     class Recorder:
         def apply(self, command):
-            commands.append(command)
+            log.append(command)
 
         def digest(self):
             return ""
@@ -31,10 +32,10 @@ def test_a_recorded_log_rebuilds_the_state():
     cache.leader.log.attach(Recorder())
     Walk(World(cache, follow=False), 11).run(1000)
     replica = CacheState(4, (40,))
-    for command in commands:
+    for command in log:
         replica.apply(command)
     assert replica.digest() == cache.state.digest()
-    assert len(commands) == cache.leader.log.position > 1000
+    assert len(log) == cache.leader.log.position > 1000
 
 
 @pytest.mark.parametrize("field", ["ref", "lock", "token", "order"])
@@ -84,3 +85,16 @@ def test_o15_nothing_depends_on_the_process():
         )
         seen.add(done.stdout.strip())
     assert len(seen) == 1
+
+
+def test_pages_go_back_to_their_owners():
+    """The state serves several owners, though one rank has but one."""
+    state = CacheState(4, (3, 5))
+    mine, other = state.apply(commands.alloc(0, 2)), state.apply(commands.alloc(1, 4))
+    assert state.free_pages == 2
+    mixed = b"".join(pair[i : i + 8] for i in (0, 8) for pair in (other, mine))
+    state.apply(commands.free(mixed))
+    assert [allocator.num_free for allocator in state.allocators] == [3, 3]
+    state.apply(commands.free(other[16:]))
+    assert state.free_pages == 8
+    assert [allocator.num_free for allocator in state.allocators] == [3, 5]

@@ -51,6 +51,18 @@ def test_digest_sees_one_changed_field(at):
     assert one.digest() != two.digest()
 
 
+def test_digest_of_inserts_does_not_depend_on_when_it_is_asked_for():
+    asked, silent = CommandLog(Recorder()), CommandLog(Recorder())
+    for index in range(600):
+        for log in (asked, silent):
+            log.append(commands.lock(index, 0))
+            if index % 7 == 0:
+                log.append(commands.insert(index, b"ns", b"tokens", b"refs"))
+        asked.digest()
+    assert asked.digest() == silent.digest()
+    assert asked.position == 600 + 86
+
+
 def test_digest_sees_the_order():
     one, two = CommandLog(Recorder()), CommandLog(Recorder())
     one.append(commands.free(b"a"))
