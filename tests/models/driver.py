@@ -32,9 +32,9 @@ class _Capture:
 def load(path: object, *, page_size: int, **options: Any) -> tuple[LoadedWorker, _Capture]:
     """An inline fp32 worker that captures logits and poisons freed pages with NaN."""
     capture = _Capture()
-    options = {"dtype": "fp32", "num_pages": 64 + 512 // page_size, "inline": True, **options}
+    defaults = {"dtype": "fp32", "num_pages": 64 + 512 // page_size, "inline": True, "threads": 1}
     hooks = Hooks(capture_logits=capture, nan_fill=True)
-    chosen = WorkerOptions(page_size=page_size, hooks=hooks, **options)
+    chosen = WorkerOptions(page_size=page_size, hooks=hooks, **{**defaults, **options})
     return load_worker(Path(str(path)), chosen), capture
 
 
