@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 from phloem.stores.adapters.segment.format import BLOCK, padded
 from phloem.stores.backend import Item, num_bytes
 
-__all__ = ["BlockFile", "Scratch", "Window", "drain_bounce", "fill_bounce", "window"]
+__all__ = ["BlockFile", "Scratch", "Window", "digest_of", "drain_bounce", "fill_bounce", "window"]
 
 IOV_MAX = 1024
 
@@ -114,6 +115,16 @@ def _rest(item: Item, start: int) -> list[tuple[memoryview, int]]:
             out.append((mine, at))
             at += len(mine)
     return out
+
+
+def digest_of(item: Item) -> int:
+    """xxh3 of the object's bytes."""
+    if len(item.parts) == 1:
+        return xxhash.xxh3_64_intdigest(item.parts[0])
+    digest = xxhash.xxh3_64()
+    for part in item.parts:
+        digest.update(part)
+    return digest.intdigest()
 
 
 class BlockFile:

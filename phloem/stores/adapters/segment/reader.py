@@ -13,13 +13,13 @@ from phloem.stores.adapters.segment.blockio import (
     BlockFile,
     Scratch,
     Window,
+    digest_of,
     drain_bounce,
     window,
 )
 from phloem.stores.adapters.segment.catalog import Catalog
 from phloem.stores.adapters.segment.format import BLOCK, padded, unpack_segment_head
 from phloem.stores.adapters.segment.index import Index, Location
-from phloem.stores.adapters.segment.writer import digest_of
 from phloem.stores.backend import Item, num_bytes
 
 __all__ = ["SegmentReader"]

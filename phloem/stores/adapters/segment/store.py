@@ -29,8 +29,10 @@ class SegmentBackend:
         self._directory = SegmentDirectory(path, size_bytes, segment_bytes)
         self._index = Index()
         self._catalog = Catalog(self._directory, self._index)
-        self._writer = SegmentWriter(self._directory, self._catalog, self._index, sync=sync)
         self._reader = SegmentReader(self._catalog, self._index)
+        self._writer = SegmentWriter(
+            self._directory, self._catalog, self._index, self._reader, sync=sync
+        )
         self._catalog.refresh()
 
     @property

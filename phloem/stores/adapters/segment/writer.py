@@ -10,16 +10,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import secrets
 import threading
 from collections import Counter
 from collections.abc import Sequence
 
-import xxhash
-
 from phloem.core.store import Status
-from phloem.stores.adapters.segment.blockio import BlockFile, Scratch, fill_bounce, window
+from phloem.stores.adapters.segment.blockio import (
+    BlockFile,
+    Scratch,
+    digest_of,
+    fill_bounce,
+    window,
+)
 from phloem.stores.adapters.segment.catalog import Catalog
 from phloem.stores.adapters.segment.directory import DirectoryBusy, SegmentDirectory, try_flock
 from phloem.stores.adapters.segment.format import (
@@ -32,14 +37,17 @@ from phloem.stores.adapters.segment.format import (
     pack_segment_head,
     padded,
 )
-from phloem.stores.adapters.segment.index import Index, Location, Segment
+from phloem.stores.adapters.segment.index import Index, Segment
+from phloem.stores.adapters.segment.reader import SegmentReader
 from phloem.stores.backend import Item, num_bytes
 
 __all__ = ["SegmentWriter"]
 
 MAX_FRAME_BYTES = 4 << 20
-MAX_RESCUE_BYTES = 32 << 20
-RESCUE_SHARE = 4  # at most a quarter of a segment is rescued: eviction must make progress
+# At most half of a segment is rescued, so eviction makes progress. On the conversation trace this
+# gives 98 % of an exact LRU's hits for 23 % more writes, FIFO 90 % (docs/storage.md).
+RESCUE_SHARE = 2
+MAX_RESCUE_BYTES = 64 << 20
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -47,12 +55,19 @@ class SegmentWriter:
     """Appends objects to the segment that this process owns. Thread-safe: one append at a time."""
 
     def __init__(
-        self, directory: SegmentDirectory, catalog: Catalog, index: Index, *, sync: bool
+        self,
+        directory: SegmentDirectory,
+        catalog: Catalog,
+        index: Index,
+        reader: SegmentReader,
+        *,
+        sync: bool,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._directory = directory
         self._catalog = catalog
         self._index = index
+        self._reader = reader
         self._sync = sync
         self._lock = threading.Lock()
         self._scratch = Scratch()
@@ -290,15 +305,16 @@ class SegmentWriter:
     def _read_referenced(self, segment: Segment) -> list[Item]:
         """Second chance: copies of objects that were read since they were written here."""
         budget = min(self._directory.geometry.segment_bytes // RESCUE_SHARE, MAX_RESCUE_BYTES)
-        rescued = []
-        for key, place in self._index.referenced_in(segment):
-            budget -= padded(place.length)
-            if budget < 0:
-                break
-            view = _read_copy(segment, place)
-            if view is not None:
-                rescued.append(Item(key, (view,)))
-        return rescued
+        places = self._index.referenced_in(segment)
+        sizes = [padded(place.length) for _, place in places]
+        chosen = [i for i, reach in enumerate(itertools.accumulate(sizes)) if reach <= budget]
+        memory = Scratch(max(BLOCK, sum(sizes[i] for i in chosen)))
+        items = []
+        for i in chosen:
+            key, place = places[i]
+            items.append(Item(key, (memory.take(sizes[i])[: place.length],)))
+        statuses = self._reader.get(items)
+        return [item for item, s in zip(items, statuses, strict=True) if s is Status.OK]
 
     def _rewrite(self, segment: Segment, rescued: list[Item]) -> None:
         at = 0
@@ -328,26 +344,3 @@ class SegmentWriter:
         """Leave the segment unsealed: the next process goes on in it."""
         with self._lock:
             self._leave()
-
-
-def digest_of(item: Item) -> int:
-    """xxh3 of the object's bytes."""
-    if len(item.parts) == 1:
-        return xxhash.xxh3_64_intdigest(item.parts[0])
-    digest = xxhash.xxh3_64()
-    for part in item.parts:
-        digest.update(part)
-    return digest.intdigest()
-
-
-def _read_copy(segment: Segment, place: Location) -> memoryview | None:
-    """The object's bytes in new, aligned memory, or None if they are not what they should be."""
-    view = Scratch(padded(place.length)).take(padded(place.length))
-    try:
-        got = segment.file.read([view], place.offset)
-    except OSError:
-        return None
-    data = view[: place.length]
-    if got < place.length or xxhash.xxh3_64_intdigest(data) != place.digest:
-        return None
-    return data
