@@ -3,6 +3,7 @@
 # make test      every test that fits in ten minutes on two cores
 # make test-all  the long products as well
 # make check     ruff, mypy, import contracts
+# make clean     remove the environment and all caches
 #
 #   make serve MODEL=path/to/model ARGS="--port 8001 --dtype fp32"
 #
@@ -20,7 +21,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	&& echo $$p && break; done)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: serve install dev test test-all check clean
+.PHONY: serve install dev test test-all check clean help
 
 serve: $(VENV)/.run
 	$(BIN)/phloem serve $(MODEL) $(ARGS)
@@ -41,6 +42,9 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

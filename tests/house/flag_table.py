@@ -36,8 +36,9 @@ def markdown() -> str:
         "",
         "Generated from the settings (`python -m tests.house.flag_table`); a test keeps it true.",
         "",
-        "A switch `--x` has its opposite `--no-x`. In a YAML file (`phloem serve --config FILE`)",
-        "the same names are keys, with dashes or underscores: `page-size: 16`.",
+        "A switch such as `--overlap` has its opposite, `--no-overlap`. In a YAML file",
+        "(`phloem serve --config FILE`) the same names are keys, with dashes or underscores:",
+        "`page-size: 16`.",
     ]
     for command, classes in SECTIONS.items():
         parts += ["", f"## {command}", "", "| flag | default | what it does |", "|---|---|---|"]
@@ -51,6 +52,8 @@ def flags_of(command: str) -> set[str]:
     out = {flag for name, flag, _ in PLAIN if name == command} | {"--help"}
     for cls in SECTIONS[command]:
         for item in settings_of(cls):
+            if item.positional:
+                continue
             names = [item.flag, *(f"--{alias}" for alias in item.aliases)]
             out.update(names)
             if item.kind is bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def test_defaults_in_the_readmes_table_are_the_real_ones() -> None:
         default = settings[flag].default
         if default is None:
             continue  # the text says what it follows from
-        real = {True: "on", False: "off"}.get(default, str(default))
+        real = str(default) if settings[flag].kind is not bool else ("off", "on")[default]
         assert shown.strip().strip("`") == real, flag
 
 
@@ -63,6 +64,22 @@ def test_files_in_the_documents_exist(name: str) -> None:
         path for path in named if not (ROOT / path).exists() and not (ROOT / "docs" / path).exists()
     }
     assert missing == set()
+
+
+def test_the_walk_of_one_request_names_functions_that_exist() -> None:
+    """Each `file:function` or `file:Class.method` of docs/one_request.md is in that file."""
+    places = re.findall(r"`(phloem/[\w/]+\.py):([\w.]+)`", read("docs/one_request.md"))
+    assert len(places) >= 20
+    for path, name in places:
+        assert name in _definitions(ast.parse(read(path)), ""), f"{path}:{name}"
+
+
+def _definitions(node: ast.AST, prefix: str) -> set[str]:
+    out: set[str] = set()
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            out |= {prefix + child.name} | _definitions(child, f"{prefix}{child.name}.")
+    return out
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/design.md"])
