@@ -148,9 +148,7 @@ class NativeKernels:
     def __init__(self, *, threads: int | None = None, isa: CpuIsa | None = None) -> None:
         self._lib = abi.library()
         wanted = abi.chosen_isa() if isa is None else isa
-        number = (
-            self._lib.phloem_best_isa() if wanted is CpuIsa.AUTO else abi.ISA_NUMBERS[wanted]
-        )
+        number = self._lib.phloem_best_isa() if wanted is CpuIsa.AUTO else abi.ISA_NUMBERS[wanted]
         self._ctx: int | None = self._lib.phloem_ctx_create(
             number, usable_cpus() if threads is None else threads
         )
@@ -383,9 +381,7 @@ class NativeKernels:
 
     def check_batch(self, kv: abi.KvLayer, batch: NativeBatch, num_positions: int) -> None:
         """Raise ValueError if the batch reaches outside the pool: once per step."""
-        self._check(
-            self._lib.phloem_check_batch(c.byref(kv), c.byref(batch.struct), num_positions)
-        )
+        self._check(self._lib.phloem_check_batch(c.byref(kv), c.byref(batch.struct), num_positions))
 
     def layer_forward(
         self, layer: abi.Layer, kv: abi.KvLayer, batch: NativeBatch, hidden: Tensor

@@ -1,0 +1,169 @@
+// How attention is cut into tasks.
+#include <algorithm>
+#include <exception>
+
+#include "context.h"
+
+namespace phloem {
+namespace {
+
+constexpr int64_t kTileRows = 64;     // query rows (tokens x heads of a group) of one tile
+constexpr int64_t kPartTokens = 256;  // context of one decode task; cuts lie at multiples of it
+
+class Plan {
+public:
+    Plan(phloem_ctx &ctx, const AttentionCall &call)
+        : ctx_(ctx), call_(call), group_(call.args.num_heads / call.kv.num_kv_heads),
+          dim_(call.kv.head_dim), tile_tokens_(std::max<int64_t>(1, kTileRows / group_)) {
+        ctx_.items.clear();
+        ctx_.merges.clear();
+        const bool can_decode = dim_ % ctx.kernels->decode_dim_multiple == 0;
+        for (int32_t row = 0; row < call.batch.num_rows; ++row) {
+            const int32_t first = call.batch.row_start[row], end = call.batch.row_start[row + 1];
+            if (end - first == 1 && can_decode) add_decode(row, first);
+            else add_tiles(row, first, end);
+        }
+    }
+
+    void run() const {
+        const int64_t part_floats = group_ * (dim_ + 2);
+        float *parts = ctx_.parts.get<float>(num_parts_ * part_floats);
+        float *ml = parts + num_parts_ * group_ * dim_;
+        const int64_t scratch_floats =
+            ceil_div(std::max(ctx_.kernels->tile_scratch_floats(tile_tokens_, group_, dim_),
+                              ctx_.kernels->decode_scratch_floats(group_, dim_)),
+                     16) * 16;
+        float *scratch = ctx_.scratch.get<float>(scratch_floats * ctx_.pool.size());
+        ctx_.pool.run((int64_t)ctx_.items.size(), [&](int64_t i, int thread) {
+            const AttentionItem &item = ctx_.items[i];
+            float *mine = scratch + thread * scratch_floats;
+            if (item.decode)
+                ctx_.kernels->attention_decode(call_, item.part,
+                                               parts + item.part_index * group_ * dim_,
+                                               ml + item.part_index * group_ * 2, mine);
+            else ctx_.kernels->attention_tile(call_, item.tile, mine);
+        });
+        // A merge is short: several to a task.
+        const int64_t n = (int64_t)ctx_.merges.size(), step = 16;
+        ctx_.pool.run(ceil_div(n, step), [&](int64_t i, int) {
+            for (int64_t j = i * step; j < std::min(n, (i + 1) * step); ++j) {
+                const AttentionMerge &m = ctx_.merges[j];
+                ctx_.kernels->attention_merge(call_, m.token, m.kv_head, m.num_parts,
+                                              parts + m.first_part * group_ * dim_,
+                                              ml + m.first_part * group_ * 2);
+            }
+        });
+    }
+
+private:
+    void add_decode(int32_t row, int32_t token) {
+        const int64_t end = (int64_t)call_.batch.positions[token] + 1;
+        const int64_t begin =
+            call_.args.window > 0 ? std::max<int64_t>(0, end - call_.args.window) : 0;
+        for (int32_t head = 0; head < call_.kv.num_kv_heads; ++head) {
+            const int64_t first_part = num_parts_;
+            for (int64_t t = begin; t < end;) {
+                const int64_t stop = std::min(end, (t / kPartTokens + 1) * kPartTokens);
+                AttentionItem item{};
+                item.decode = true;
+                item.part = {row, head, token, t, stop};
+                item.part_index = num_parts_++;
+                ctx_.items.push_back(item);
+                t = stop;
+            }
+            ctx_.merges.push_back({token, head, first_part, num_parts_ - first_part});
+        }
+    }
+
+    // From the last tokens down: the longest tasks start first.
+    void add_tiles(int32_t row, int32_t first, int32_t end) {
+        const int32_t step = (int32_t)tile_tokens_;
+        for (int64_t at = first + (ceil_div(end - first, step) - 1) * step; at >= first; at -= step)
+            for (int32_t head = 0; head < call_.kv.num_kv_heads; ++head) {
+                AttentionItem item{};
+                item.tile = {row, head, (int32_t)at, std::min(end, (int32_t)at + step)};
+                ctx_.items.push_back(item);
+            }
+    }
+
+    phloem_ctx &ctx_;
+    const AttentionCall &call_;
+    int64_t group_, dim_, tile_tokens_, num_parts_ = 0;
+};
+
+}  // namespace
+
+void run_attention(phloem_ctx &ctx, const AttentionCall &call) { Plan(ctx, call).run(); }
+
+int32_t check_batch(const phloem_kv_layer &kv, const phloem_batch &batch) {
+    if (!kv.base || kv.page_size < 1 || kv.num_kv_heads < 1 || kv.head_dim < 1 ||
+        kv.heads_per_group < 1 || (kv.dtype != PHLOEM_F32 && kv.dtype != PHLOEM_BF16))
+        return fail(PHLOEM_E_ARG, "kv: null pool, bad size or dtype");
+    if (batch.num_rows < 0 || batch.num_tokens < 0)
+        return fail(PHLOEM_E_ARG, "batch: negative size");
+    if (batch.num_rows == 0) return PHLOEM_OK;
+    if (!batch.row_start || !batch.positions || !batch.tables)
+        return fail(PHLOEM_E_ARG, "batch: null pointer");
+    if (batch.row_start[0] != 0 || batch.row_start[batch.num_rows] != batch.num_tokens)
+        return fail(PHLOEM_E_ARG, "batch: rows do not cover the %d tokens", batch.num_tokens);
+    for (int32_t row = 0; row < batch.num_rows; ++row) {
+        const int32_t first = batch.row_start[row], end = batch.row_start[row + 1];
+        if (end < first) return fail(PHLOEM_E_ARG, "batch: row %d has a negative length", row);
+        for (int32_t i = first; i < end; ++i)
+            if (batch.positions[i] < 0 || (i > first && batch.positions[i] < batch.positions[i - 1]))
+                return fail(PHLOEM_E_ARG, "batch: positions of row %d do not grow", row);
+        if (end > first && batch.positions[end - 1] / kv.page_size >= batch.table_stride)
+            return fail(PHLOEM_E_ARG, "batch: position %d of row %d is beyond its %lld pages",
+                        batch.positions[end - 1], row, (long long)batch.table_stride);
+    }
+    return PHLOEM_OK;
+}
+
+}  // namespace phloem
+
+using namespace phloem;
+
+extern "C" {
+
+int32_t phloem_check_batch(const phloem_kv_layer *kv, const phloem_batch *batch,
+                           int64_t max_position) {
+    if (!kv || !batch) return fail(PHLOEM_E_ARG, "check_batch: null pointer");
+    if (int32_t code = check_batch(*kv, *batch)) return code;
+    for (int32_t row = 0; row < batch->num_rows; ++row) {
+        const int32_t end = batch->row_start[row + 1];
+        if (end == batch->row_start[row]) continue;
+        const int32_t last = batch->positions[end - 1];
+        if (last >= max_position)
+            return fail(PHLOEM_E_ARG, "batch: position %d of row %d, the context ends at %lld",
+                        last, row, (long long)max_position);
+        const int64_t *table = batch->tables + row * batch->table_stride;
+        for (int64_t page = 0; page <= last / kv->page_size; ++page)
+            if (table[page] < 0 || table[page] >= kv->num_pages)
+                return fail(PHLOEM_E_ARG, "batch: slot %lld of row %d, the pool has %lld pages",
+                            (long long)table[page], row, (long long)kv->num_pages);
+    }
+    return PHLOEM_OK;
+}
+
+int32_t phloem_attention(phloem_ctx *ctx, const phloem_attention_args *args,
+                         const phloem_kv_layer *kv, const phloem_batch *batch) {
+    if (!ctx || !args || !kv || !batch) return fail(PHLOEM_E_ARG, "attention: null pointer");
+    if (int32_t code = check_batch(*kv, *batch)) return code;
+    if (batch->num_tokens == 0) return PHLOEM_OK;
+    if (args->num_heads < 1 || args->num_heads % kv->num_kv_heads)
+        return fail(PHLOEM_E_ARG, "attention: %d heads over %d KV heads", args->num_heads,
+                    kv->num_kv_heads);
+    const int64_t width = (int64_t)args->num_heads * kv->head_dim;
+    if (!args->q || !args->out || args->q_stride < width || args->out_stride < width ||
+        args->window < 0)
+        return fail(PHLOEM_E_ARG, "attention: null pointer, stride below %lld or window %d",
+                    (long long)width, args->window);
+    try {
+        run_attention(*ctx, {*args, *kv, *batch});
+    } catch (const std::exception &error) {
+        return fail(PHLOEM_E_MEMORY, "attention: %s", error.what());
+    }
+    return PHLOEM_OK;
+}
+
+}  // extern "C"

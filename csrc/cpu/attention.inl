@@ -1,0 +1,378 @@
+// Attention over pages, read in place through the page table.
+//
+// tile: a block of queries of one row (all heads of one KV head) against blocks of kBlock tokens.
+//   Scores are kept transposed, S[token][16 query rows], so that softmax needs no horizontal step
+//   and P is ready as the left side of P V without a transpose.
+// decode: one query token (a group of heads) against a part of its context; parts are merged.
+//
+// Positions that a query must not see are masked by selection, never by a product, and positions
+// beyond the last query (or before every window) are never read: their slots may hold NaN.
+#pragma once
+#include <math.h>
+
+#include "gemm.inl"
+
+namespace phloem {
+namespace PHLOEM_NS {
+
+constexpr int64_t kBlock = 96;        // tokens of K and V per step of the tile kernel
+constexpr int64_t kDecodeBlock = 64;  // and of the decode kernel
+
+struct KvReader {
+    const phloem_kv_layer &kv;
+    const int64_t *table;
+    int64_t head_offset;
+
+    KvReader(const AttentionCall &call, int32_t row, int32_t kv_head)
+        : kv(call.kv), table(call.batch.tables + row * call.batch.table_stride),
+          head_offset((kv_head / call.kv.heads_per_group) * call.kv.group_stride +
+                      (kv_head % call.kv.heads_per_group) * call.kv.head_stride) {}
+    // Element offsets of the K vectors of tokens t0 ... t0 + n - 1 (V: + kv_stride).
+    void offsets(int64_t t0, int64_t n, int64_t *out) const {
+        int64_t page = t0 / kv.page_size, in_page = t0 % kv.page_size;
+        for (int64_t i = 0; i < n; ++page, in_page = 0) {
+            int64_t at = table[page] * kv.page_stride + head_offset + in_page * kv.token_stride;
+            for (; in_page < kv.page_size && i < n; ++in_page, at += kv.token_stride) out[i++] = at;
+        }
+    }
+};
+
+template <class T> PHLOEM_INLINE void widen(const T *x, float *y, int64_t n) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(y + i, load(x + i));
+    for (; i < n; ++i) y[i] = get(x + i);
+}
+
+template <class T> PHLOEM_INLINE void narrow(const float *x, T *y, int64_t n) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(y + i, load(x + i));
+    for (; i < n; ++i) put(y + i, x[i]);
+}
+
+static void read_query(const phloem_attention_args &args, int64_t token, int64_t head, int64_t d,
+                       float *out) {
+    int64_t at = token * args.q_stride + head * d;
+    if (args.q_dtype == PHLOEM_F32) widen((const float *)args.q + at, out, d);
+    else widen((const uint16_t *)args.q + at, out, d);
+    for (int64_t i = 0; i < d; ++i) out[i] *= args.scale;
+}
+
+// o (d) are sums of p V with greatest score m and sum l: write o / l and the log-sum-exp.
+static void write_output(const phloem_attention_args &args, int64_t token, int64_t head,
+                         int64_t d, float *o, float m, float l) {
+    if (args.sinks) {
+        float sink = args.sinks[head], top = sink > m ? sink : m;
+        float shrink = scalar_exp(m - top);
+        for (int64_t i = 0; i < d; ++i) o[i] *= shrink;
+        l = l * shrink + scalar_exp(sink - top);
+        m = top;
+    }
+    float inverse = l != 0.0f ? 1.0f / l : 0.0f;
+    for (int64_t i = 0; i < d; ++i) o[i] *= inverse;
+    int64_t at = token * args.out_stride + head * d;
+    if (args.out_dtype == PHLOEM_F32) narrow(o, (float *)args.out + at, d);
+    else narrow(o, (uint16_t *)args.out + at, d);
+    if (args.lse)
+        args.lse[token * args.num_heads + head] = l != 0.0f ? m + logf(l) : -__builtin_inff();
+}
+
+struct TileScratch {
+    int64_t d, d_even, dp, rp;  // dp: panels of head_dim; rp: panels of query rows
+    int64_t total;              // floats
+    float *q, *o, *s, *k, *v, *m, *l;
+    int32_t *pos;
+
+    TileScratch(int64_t tokens, int64_t group, int64_t head_dim)
+        : d(head_dim), d_even((head_dim + 1) / 2 * 2), dp((head_dim + kPanel - 1) / kPanel),
+          rp((tokens * group + kPanel - 1) / kPanel),
+          total(rp * kPanel * (d_even + dp * kPanel + kBlock + 3) + k_floats() +
+                dp * kBlock * kPanel) {}
+    int64_t k_floats() const { return (kBlock * d + kPanel - 1) / kPanel * kPanel; }
+    void place(float *at) {
+        q = at;
+        o = q + rp * d_even * kPanel;
+        s = o + rp * kPanel * dp * kPanel;
+        k = s + rp * kBlock * kPanel;
+        v = k + k_floats();
+        m = v + dp * kBlock * kPanel;
+        l = m + rp * kPanel;
+        pos = (int32_t *)(l + rp * kPanel);
+    }
+};
+
+static int64_t tile_scratch_floats(int64_t tokens, int64_t group, int64_t head_dim) {
+    return TileScratch(tokens, group, head_dim).total;
+}
+
+static void tile_load_queries(const AttentionCall &call, const TileItem &item, int64_t group,
+                              TileScratch &t) {
+    const int64_t rows = (item.tok1 - item.tok0) * group;
+    for (int64_t r = 0; r < t.rp * kPanel; ++r) {
+        float *q = t.q + (r / kPanel) * t.d_even * kPanel + r % kPanel;
+        t.m[r] = -__builtin_inff();
+        t.l[r] = 0.0f;
+        int64_t token = item.tok0 + imin(r, rows - 1) / group;
+        t.pos[r] = call.batch.positions[token];
+        if (r >= rows) {
+            for (int64_t i = 0; i < t.d; ++i) q[i * kPanel] = 0.0f;
+            continue;
+        }
+        float *row = t.k;  // free until the first block
+        read_query(call.args, token, item.kv_head * group + r % group, t.d, row);
+        for (int64_t i = 0; i < t.d; ++i) q[i * kPanel] = row[i];
+    }
+    memset(t.o, 0, sizeof(float) * t.rp * kPanel * t.dp * kPanel);
+}
+
+// K as f32 rows, V as f32 panels; tokens outside first..last-1 are not read and become zeros.
+template <class T>
+static void tile_load_block(const KvReader &reader, int64_t t0, int64_t first, int64_t last,
+                            TileScratch &t) {
+    int64_t at[kBlock];
+    const int64_t lead = imax<int64_t>(0, first - t0), n = imin(kBlock, last - t0);
+    const T *base = (const T *)reader.kv.base;
+    reader.offsets(t0 + lead, n - lead, at + lead);
+    for (int64_t i = 0; i < n; ++i) {
+        float *k = t.k + i * t.d;
+        if (i < lead) {
+            for (int64_t c = 0; c < t.d; ++c) k[c] = 0.0f;
+            for (int64_t p = 0; p < t.dp; ++p)
+                for (int64_t c = 0; c < kPanel; ++c) t.v[(p * kBlock + i) * kPanel + c] = 0.0f;
+            continue;
+        }
+        widen(base + at[i], k, t.d);
+        const T *v = base + at[i] + reader.kv.kv_stride;
+        for (int64_t p = 0; p < t.dp; ++p) {
+            float *out = t.v + (p * kBlock + i) * kPanel;
+            int64_t width = imin<int64_t>(kPanel, t.d - p * kPanel);
+            widen(v + p * kPanel, out, width);
+            for (int64_t c = width; c < kPanel; ++c) out[c] = 0.0f;
+        }
+    }
+}
+
+// Scores of n tokens in s (n, 16) become weights; returns in alpha what earlier sums shrink by.
+// MASK: some of the tokens lie outside some row's reach.
+template <bool MASK>
+static void tile_softmax(float *s, int64_t n, int64_t t0, int32_t window, const int32_t *pos,
+                         float *m, float *l, float *alpha) {
+    const vf minus_inf = set1(-__builtin_inff());
+    for (int v = 0; v < NV; ++v) {
+        vi last;
+        memcpy(&last, pos + v * W, sizeof last);
+        vi first = window > 0 ? last - (window - 1) : vi{};
+        vf top = minus_inf;
+        for (int64_t i = 0; i < n; ++i) {
+            float *at = s + i * kPanel + v * W;
+            vf x = load(at);
+            if (MASK) {
+                vi token = vi{} + (int32_t)(t0 + i);
+                x = select((token <= last) & (token >= first), x, minus_inf);
+                store(at, x);
+            }
+            top = vmax(x, top);
+        }
+        vf old = load(m + v * W), now = vmax(old, top);
+        vf base = now == minus_inf ? vf{} : now;
+        vf shrink = vexp(old - base), sum = load(l + v * W) * shrink;
+        for (int64_t i = 0; i < n; ++i) {
+            vf p = vexp(load(s + i * kPanel + v * W) - base);
+            store(s + i * kPanel + v * W, p);
+            sum += p;
+        }
+        store(m + v * W, now);
+        store(l + v * W, sum);
+        store(alpha + v * W, shrink);
+    }
+}
+
+static void tile_block(const AttentionCall &call, int64_t t0, int64_t n, TileScratch &t) {
+    const int32_t window = call.args.window;
+    alignas(64) float alpha[kPanel];
+    for (int64_t p = 0; p < t.rp; ++p) {
+        float *s = t.s + p * kBlock * kPanel, *o = t.o + p * kPanel * t.dp * kPanel;
+        const int32_t *pos = t.pos + p * kPanel;
+        if (t0 > pos[kPanel - 1]) continue;  // positions grow: no row of the panel sees the block
+        const float *q = t.q + p * t.d_even * kPanel;
+        for (int64_t i = 0; i < n; i += kMR)
+            micro_rows<float, 1, ROWS, false>(imin<int64_t>(kMR, n - i), t.k + i * t.d, t.d, q, 0,
+                                              t.d, s + i * kPanel, kPanel, 0);
+        bool mask = t0 + n - 1 > pos[0] || (window > 0 && t0 <= pos[kPanel - 1] - window);
+        float *m = t.m + p * kPanel, *l = t.l + p * kPanel;
+        if (mask) tile_softmax<true>(s, n, t0, window, pos, m, l, alpha);
+        else tile_softmax<false>(s, n, t0, window, pos, m, l, alpha);
+        for (int64_t r = 0; r < kPanel; ++r) {
+            if (alpha[r] == 1.0f) continue;
+            for (int64_t c = 0; c < t.dp * kPanel; c += W)
+                store(o + r * t.dp * kPanel + c, load(o + r * t.dp * kPanel + c) * alpha[r]);
+        }
+        for (int64_t r = 0; r < kPanel; r += kMR)
+            for (int64_t c = 0; c < t.dp; ++c)
+                micro_rows<float, 1, COLUMNS, true>(
+                    imin<int64_t>(kMR, kPanel - r), s + r, kPanel, t.v + c * kBlock * kPanel, 0, n,
+                    o + r * t.dp * kPanel + c * kPanel, t.dp * kPanel, 0);
+    }
+}
+
+static void attention_tile(const AttentionCall &call, const TileItem &item, float *scratch) {
+    const int64_t group = call.args.num_heads / call.kv.num_kv_heads;
+    TileScratch t(item.tok1 - item.tok0, group, call.kv.head_dim);
+    t.place(scratch);
+    tile_load_queries(call, item, group, t);
+    const KvReader reader(call, item.row, item.kv_head);
+    const int64_t last = (int64_t)call.batch.positions[item.tok1 - 1] + 1;
+    int64_t first = 0;
+    if (call.args.window > 0)
+        first = imax<int64_t>(0, (int64_t)call.batch.positions[item.tok0] - call.args.window + 1);
+    // Blocks lie at multiples of kBlock: a query's sums do not depend on how its row is chunked.
+    for (int64_t t0 = first / kBlock * kBlock; t0 < last; t0 += kBlock) {
+        if (call.kv.dtype == PHLOEM_F32) tile_load_block<float>(reader, t0, first, last, t);
+        else tile_load_block<uint16_t>(reader, t0, first, last, t);
+        tile_block(call, t0, imin(kBlock, last - t0), t);
+    }
+    for (int64_t r = 0; r < (item.tok1 - item.tok0) * group; ++r)
+        write_output(call.args, item.tok0 + r / group, item.kv_head * group + r % group, t.d,
+                     t.o + r * t.dp * kPanel, t.m[r], t.l[r]);
+}
+
+// ---- decode ------------------------------------------------------------------------------------
+
+static int64_t decode_scratch_floats(int64_t group, int64_t head_dim) {
+    return group * (head_dim + kDecodeBlock) + W;
+}
+
+// s[g][i] = q[g] . K[i] for G heads and n tokens.
+template <class T, int G>
+static void decode_scores(const T *base, const int64_t *at, int64_t n, const float *q, int64_t d,
+                          float *s) {
+    for (int64_t i = 0; i < n; ++i) {
+        const T *k = base + at[i];
+        vf acc[G] = {};
+        for (int64_t c = 0; c < d; c += W) {
+            vf x = load(k + c);
+#pragma GCC unroll 4
+            for (int g = 0; g < G; ++g) acc[g] = fma(load(q + g * d + c), x, acc[g]);
+        }
+#pragma GCC unroll 4
+        for (int g = 0; g < G; ++g) s[g * kDecodeBlock + i] = hsum(acc[g]);
+    }
+}
+
+// o[g][c ...] += sum over i of p[g][i] V[i][c ...] for G heads and NC vectors of the head.
+template <class T, int G, int NC>
+PHLOEM_INLINE void decode_values_part(const T *base, const int64_t *at, int64_t n, const float *p,
+                                      float *o, int64_t d) {
+    vf acc[G][NC];
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g)
+#pragma GCC unroll 4
+        for (int c = 0; c < NC; ++c) acc[g][c] = load(o + g * d + c * W);
+    for (int64_t i = 0; i < n; ++i) {
+        const T *v = base + at[i];
+        vf x[NC];
+#pragma GCC unroll 4
+        for (int c = 0; c < NC; ++c) x[c] = load(v + c * W);
+#pragma GCC unroll 4
+        for (int g = 0; g < G; ++g) {
+            vf w = set1(p[g * kDecodeBlock + i]);
+#pragma GCC unroll 4
+            for (int c = 0; c < NC; ++c) acc[g][c] = fma(w, x[c], acc[g][c]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g)
+#pragma GCC unroll 4
+        for (int c = 0; c < NC; ++c) store(o + g * d + c * W, acc[g][c]);
+}
+
+template <class T, int G>
+static void decode_values(const T *base, const int64_t *at, int64_t n, const float *p, float *o,
+                          int64_t d) {
+    int64_t c = 0;
+    for (; c + 4 * W <= d; c += 4 * W)
+        decode_values_part<T, G, 4>(base + c, at, n, p, o + c, d);
+    for (; c < d; c += W) decode_values_part<T, G, 1>(base + c, at, n, p, o + c, d);
+}
+
+template <class T>
+static void decode_block(const phloem_kv_layer &kv, const int64_t *at, int64_t n, int64_t group,
+                         const float *q, float *s, float *o, float *ml) {
+    const int64_t d = kv.head_dim;
+    const T *k = (const T *)kv.base, *v = k + kv.kv_stride;
+    for (int64_t g = 0; g < group; g += 3) {
+        switch (imin<int64_t>(3, group - g)) {
+            case 3: decode_scores<T, 3>(k, at, n, q + g * d, d, s + g * kDecodeBlock); break;
+            case 2: decode_scores<T, 2>(k, at, n, q + g * d, d, s + g * kDecodeBlock); break;
+            default: decode_scores<T, 1>(k, at, n, q + g * d, d, s + g * kDecodeBlock); break;
+        }
+    }
+    for (int64_t g = 0; g < group; ++g) {
+        float *row = s + g * kDecodeBlock;
+        for (int64_t i = n; i < kDecodeBlock; ++i) row[i] = -__builtin_inff();
+        vf top = load(row);
+        for (int64_t i = W; i < kDecodeBlock; i += W) top = vmax(load(row + i), top);
+        float old = ml[2 * g], now = imax(old, hmax(top)), shrink = scalar_exp(old - now);
+        if (!(now > -__builtin_inff())) shrink = now = 0.0f;
+        vf sum = {};
+        for (int64_t i = 0; i < kDecodeBlock; i += W) {
+            vf p = vexp(load(row + i) - now);
+            store(row + i, p);
+            sum += p;
+        }
+        ml[2 * g] = now;
+        ml[2 * g + 1] = ml[2 * g + 1] * shrink + hsum(sum);
+        for (int64_t c = 0; c < d; c += W) store(o + g * d + c, load(o + g * d + c) * shrink);
+    }
+    for (int64_t g = 0; g < group; g += 3) {
+        const float *p = s + g * kDecodeBlock;
+        switch (imin<int64_t>(3, group - g)) {
+            case 3: decode_values<T, 3>(v, at, n, p, o + g * d, d); break;
+            case 2: decode_values<T, 2>(v, at, n, p, o + g * d, d); break;
+            default: decode_values<T, 1>(v, at, n, p, o + g * d, d); break;
+        }
+    }
+}
+
+static void attention_decode(const AttentionCall &call, const DecodeItem &item, float *o,
+                             float *ml, float *scratch) {
+    const int64_t group = call.args.num_heads / call.kv.num_kv_heads, d = call.kv.head_dim;
+    float *q = scratch, *s = q + group * d;
+    for (int64_t g = 0; g < group; ++g) {
+        read_query(call.args, item.token, item.kv_head * group + g, d, q + g * d);
+        ml[2 * g] = -__builtin_inff();
+        ml[2 * g + 1] = 0.0f;
+    }
+    memset(o, 0, sizeof(float) * group * d);
+    const KvReader reader(call, item.row, item.kv_head);
+    int64_t at[kDecodeBlock];
+    for (int64_t t = item.t0; t < item.t1; t += kDecodeBlock) {
+        int64_t n = imin(kDecodeBlock, item.t1 - t);
+        reader.offsets(t, n, at);
+        if (call.kv.dtype == PHLOEM_F32) decode_block<float>(call.kv, at, n, group, q, s, o, ml);
+        else decode_block<uint16_t>(call.kv, at, n, group, q, s, o, ml);
+    }
+}
+
+// o: num_parts x (group, d), ml: num_parts x (group, 2). The first part is overwritten.
+static void attention_merge(const AttentionCall &call, int32_t token, int32_t kv_head,
+                            int64_t num_parts, const float *o, const float *ml) {
+    const int64_t group = call.args.num_heads / call.kv.num_kv_heads, d = call.kv.head_dim;
+    float *sum = const_cast<float *>(o);
+    for (int64_t g = 0; g < group; ++g) {
+        float m = -__builtin_inff(), l = 0.0f;
+        for (int64_t p = 0; p < num_parts; ++p)
+            if (ml[(p * group + g) * 2 + 1] != 0.0f) m = imax(m, ml[(p * group + g) * 2]);
+        for (int64_t p = 0; p < num_parts; ++p) {
+            const float *part = o + (p * group + g) * d;
+            float lp = ml[(p * group + g) * 2 + 1];
+            float weight = lp != 0.0f ? scalar_exp(ml[(p * group + g) * 2] - m) : 0.0f;
+            l += lp * weight;
+            for (int64_t c = 0; c < d; ++c)
+                sum[g * d + c] = p == 0 ? part[c] * weight : sum[g * d + c] + part[c] * weight;
+        }
+        write_output(call.args, token, kv_head * group + g, d, sum + g * d, m, l);
+    }
+}
+
+}  // namespace PHLOEM_NS
+}  // namespace phloem

@@ -1,0 +1,71 @@
+// What a context owns: threads, the kernels of one instruction set, and a workspace that grows to
+// the greatest call seen and is then reused (no allocation per token).
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "kernels.h"
+#include "threads.h"
+
+namespace phloem {
+
+class Buffer {
+public:
+    Buffer() = default;
+    ~Buffer();
+    Buffer(const Buffer &) = delete;
+    Buffer &operator=(const Buffer &) = delete;
+
+    // At least `bytes`, 64-byte aligned; the content is lost when it grows. Throws std::bad_alloc.
+    template <class T> T *get(int64_t count) { return (T *)reserve(count * (int64_t)sizeof(T)); }
+    int64_t bytes() const { return bytes_; }
+    int64_t grows() const { return grows_; }
+
+private:
+    void *reserve(int64_t bytes);
+    void *data_ = nullptr;
+    int64_t bytes_ = 0, grows_ = 0;
+};
+
+struct AttentionItem {
+    bool decode;
+    TileItem tile;
+    DecodeItem part;
+    int64_t part_index;
+};
+
+struct AttentionMerge {
+    int32_t token, kv_head;
+    int64_t first_part, num_parts;
+};
+
+}  // namespace phloem
+
+struct phloem_ctx {
+    phloem_ctx(int32_t isa_, int num_threads);
+
+    int32_t isa;
+    const phloem::Kernels *kernels;
+    phloem::ThreadPool pool;
+    phloem::Buffer x, xq, scratch, parts, normed, qkv, activation;
+    std::vector<phloem::AttentionItem> items;
+    std::vector<phloem::AttentionMerge> merges;
+};
+
+namespace phloem {
+
+int32_t fail(int32_t code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+const Kernels *kernels_of(int32_t isa);  // nullptr: not compiled in, or not this processor's
+
+int32_t check_weight(const phloem_weight &w);
+int32_t check_batch(const phloem_kv_layer &kv, const phloem_batch &batch);
+
+// Unchecked bodies, shared by the C calls and the layer.
+void run_gemm(phloem_ctx &ctx, const phloem_gemm_args &args);
+void run_rmsnorm(phloem_ctx &ctx, const void *x, void *residual, const float *w, void *y,
+                 int32_t dtype, int32_t y_dtype, int64_t m, int64_t d, float eps);
+void run_rope(phloem_ctx &ctx, const phloem_rope_args &args, const phloem_kv_layer &kv,
+              const phloem_batch &batch);
+void run_attention(phloem_ctx &ctx, const AttentionCall &call);
+
+}  // namespace phloem

@@ -1,0 +1,181 @@
+// y = x W^T over packed panels of 16 output columns.
+//
+//   panel p, f32 and i8:   [k][16 columns]
+//   panel p, bf16:         [k / 2][16 columns][2]   (k even, k odd side by side in 32 bits, so that
+//                          a shift and a mask widen both; also the order of VNNI and AMX tiles)
+//
+// Every output is one chain of multiply-adds in the order of k, whatever m is: a row's result does
+// not depend on the rows beside it (batch-invariant), to the last bit.
+#pragma once
+#include "kernels.h"
+#include "simd.h"
+
+namespace phloem {
+namespace PHLOEM_NS {
+
+// Vector v of row k (odd or even) of the pair of rows at p: 32 elements.
+template <int ODD> PHLOEM_INLINE vf panel_row(const float *p, int v) {
+    return load(p + ODD * kPanel + v * W);
+}
+template <int ODD> PHLOEM_INLINE vf panel_row(const int8_t *p, int v) {
+    return load(p + ODD * kPanel + v * W);
+}
+template <int ODD> PHLOEM_INLINE vf panel_row(const uint16_t *p, int v) {
+    vu u;
+    memcpy(&u, p + 2 * v * W, sizeof u);
+    return ODD ? (vf)(u & 0xffff0000u) : (vf)(u << 16);
+}
+
+enum ASide { ROWS, COLUMNS };  // a[i * stride + k], or a[k * stride + i]
+
+template <class WT, int MR, int NP, ASide A, int ODD>
+PHLOEM_INLINE void step(const float *a, int64_t a_stride, const WT *b, int64_t b_panel, int64_t k,
+                        vf (&acc)[MR][NP * NV]) {
+    vf bv[NP * NV];
+#pragma GCC unroll 8
+    for (int j = 0; j < NP * NV; ++j) bv[j] = panel_row<ODD>(b + (j / NV) * b_panel, j % NV);
+#pragma GCC unroll 16
+    for (int i = 0; i < MR; ++i) {
+        vf x = set1(A == ROWS ? a[i * a_stride + k] : a[k * a_stride + i]);
+#pragma GCC unroll 8
+        for (int j = 0; j < NP * NV; ++j) acc[i][j] = fma(x, bv[j], acc[i][j]);
+    }
+}
+
+// c (MR, NP panels of 16; rows c_stride, panels c_panel apart) = [c +] a (MR, k) b (k, 16 NP).
+template <class WT, int MR, int NP, ASide A, bool ADD>
+static void micro(const float *a, int64_t a_stride, const WT *b, int64_t b_panel, int64_t k,
+                  float *c, int64_t c_stride, int64_t c_panel) {
+    vf acc[MR][NP * NV];
+#pragma GCC unroll 16
+    for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < NP * NV; ++j) {
+            const float *at = c + i * c_stride + (j / NV) * c_panel + (j % NV) * W;
+            acc[i][j] = ADD ? load(at) : vf{};
+        }
+    int64_t kk = 0;
+    for (; kk + 2 <= k; kk += 2) {
+        step<WT, MR, NP, A, 0>(a, a_stride, b, b_panel, kk, acc);
+        step<WT, MR, NP, A, 1>(a, a_stride, b, b_panel, kk + 1, acc);
+        b += 2 * kPanel;
+    }
+    if (kk < k) step<WT, MR, NP, A, 0>(a, a_stride, b, b_panel, kk, acc);
+#pragma GCC unroll 16
+    for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < NP * NV; ++j)
+            store(c + i * c_stride + (j / NV) * c_panel + (j % NV) * W, acc[i][j]);
+}
+
+// micro for a number of rows known only at run time, 1 <= rows <= kMR.
+template <class WT, int NP, ASide A, bool ADD, int MR = kMR>
+PHLOEM_INLINE void micro_rows(int64_t rows, const float *a, int64_t a_stride, const WT *b,
+                              int64_t b_panel, int64_t k, float *c, int64_t c_stride,
+                              int64_t c_panel) {
+    if constexpr (MR > 1) {
+        if (rows < MR) {
+            micro_rows<WT, NP, A, ADD, MR - 1>(rows, a, a_stride, b, b_panel, k, c, c_stride,
+                                               c_panel);
+            return;
+        }
+    }
+    micro<WT, MR, NP, A, ADD>(a, a_stride, b, b_panel, k, c, c_stride, c_panel);
+}
+
+struct Epilogue {
+    const GemmTask &task;
+
+    // Columns that the panel has of the n that exist.
+    int64_t width(int64_t panel) const {
+        return imin<int64_t>(kPanel, task.w->n - panel * kPanel);
+    }
+    void finish(float *tile, int64_t panel) const {
+        const float *scales = task.w->scales, *bias = task.w->bias;
+        int64_t n = width(panel);
+        for (int64_t c = 0; scales && c < n; ++c) tile[c] *= scales[panel * kPanel + c];
+        for (int64_t c = 0; bias && c < n; ++c) tile[c] += bias[panel * kPanel + c];
+    }
+    template <class YT, class RT>
+    void write(const float *tile, YT *y, const RT *residual, int64_t n) const {
+        if (n == kPanel) {
+            for (int v = 0; v < NV; ++v) {
+                vf t = load(tile + v * W);
+                if (residual) t += load(residual + v * W);
+                store(y + v * W, t);
+            }
+            return;
+        }
+        for (int64_t c = 0; c < n; ++c) put(y + c, tile[c] + (residual ? get(residual + c) : 0.0f));
+    }
+    template <class YT> void write_row(const float *tile, int64_t row, int64_t column, int64_t n) const {
+        YT *y = (YT *)task.y + row * task.y_stride + column;
+        int64_t at = row * task.residual_stride + column;
+        if (task.residual_dtype == PHLOEM_F32) {
+            const float *r = (const float *)task.residual;
+            write(tile, y, r ? r + at : r, n);
+        } else {
+            const uint16_t *r = (const uint16_t *)task.residual;
+            write(tile, y, r ? r + at : r, n);
+        }
+    }
+    void row(const float *tile, int64_t row, int64_t column, int64_t n) const {
+        if (task.y_dtype == PHLOEM_F32) write_row<float>(tile, row, column, n);
+        else write_row<uint16_t>(tile, row, column, n);
+    }
+    // tiles: 2 panels x kMR x 16
+    void rows(float *tiles, int64_t row0, int64_t num_rows, int64_t panel, int64_t panels) const {
+        for (int64_t i = 0; i < num_rows; ++i) {
+            float *first = tiles + i * kPanel, *second = first + kMR * kPanel;
+            finish(first, panel);
+            if (panels > 1) finish(second, panel + 1);
+            if (task.silu_mul) {
+                for (int v = 0; v < NV; ++v)
+                    store(first + v * W, vsilu(load(first + v * W)) * load(second + v * W));
+                row(first, row0 + i, panel / 2 * kPanel, kPanel);
+                continue;
+            }
+            row(first, row0 + i, panel * kPanel, width(panel));
+            if (panels > 1) row(second, row0 + i, (panel + 1) * kPanel, width(panel + 1));
+        }
+    }
+};
+
+template <class WT> static void gemm_panels(const GemmTask &task) {
+    const int64_t k = task.w->k;
+    const int64_t b_panel = (k + 1) / 2 * 2 * kPanel;
+    const Epilogue epilogue{task};
+    alignas(64) float tiles[2 * kMR * kPanel];
+    for (int64_t p = task.panel0; p < task.panel1; p += 2) {
+        const WT *b = (const WT *)task.w->data + p * b_panel;
+        const int64_t panels = imin<int64_t>(2, task.panel1 - p);
+        for (int64_t i = 0; i < task.m; i += kMR) {
+            const int64_t rows = imin<int64_t>(kMR, task.m - i);
+            const float *x = task.x + i * task.x_stride;
+            if (panels == 2 && rows <= 2) {  // few rows: two panels for independent chains
+                micro_rows<WT, 2, ROWS, false, 2>(rows, x, task.x_stride, b, b_panel, k, tiles,
+                                                  kPanel, kMR * kPanel);
+            } else if (kNP == 2 && panels == 2) {
+                micro_rows<WT, 2, ROWS, false>(rows, x, task.x_stride, b, b_panel, k, tiles,
+                                               kPanel, kMR * kPanel);
+            } else {
+                for (int64_t j = 0; j < panels; ++j)
+                    micro_rows<WT, 1, ROWS, false>(rows, x, task.x_stride, b + j * b_panel,
+                                                   b_panel, k, tiles + j * kMR * kPanel, kPanel,
+                                                   kMR * kPanel);
+            }
+            epilogue.rows(tiles, i, rows, p, panels);
+        }
+    }
+}
+
+static void gemm(const GemmTask &task) {
+    switch (task.w->format) {
+        case PHLOEM_W_F32: gemm_panels<float>(task); break;
+        case PHLOEM_W_BF16: gemm_panels<uint16_t>(task); break;
+        default: gemm_panels<int8_t>(task); break;
+    }
+}
+
+}  // namespace PHLOEM_NS
+}  // namespace phloem

@@ -1,0 +1,80 @@
+// What the per-ISA units offer to the baseline code: one table of functions per instruction set.
+// Functions here run on one thread; api.cpp and layer.cpp cut the work.
+#pragma once
+#include "phloem_cpu.h"
+
+namespace phloem {
+
+// Rows 0..m-1 of x times panels panel0..panel1-1 (for silu_mul: an even number of them).
+struct GemmTask {
+    const float *x;
+    const phloem_weight *w;
+    void *y;
+    const void *residual;
+    int64_t m, x_stride, y_stride, residual_stride, panel0, panel1;
+    int32_t y_dtype, residual_dtype, silu_mul;
+};
+
+struct AttentionCall {
+    phloem_attention_args args;
+    phloem_kv_layer kv;
+    phloem_batch batch;
+};
+
+// Tokens tok0..tok1-1 of the step, all of one row, against one KV head.
+struct TileItem {
+    int32_t row, kv_head, tok0, tok1;
+};
+
+// One token against positions t0..t1-1 of one KV head: o (group, head_dim), ml (group, 2).
+struct DecodeItem {
+    int32_t row, kv_head, token;
+    int64_t t0, t1;
+};
+
+struct Kernels {
+    void (*to_f32)(const void *x, int32_t dtype, float *y, int64_t n);
+    void (*gemm)(const GemmTask &task);
+    // Same, W in GGUF blocks; panel0..panel1 are output columns; xq from quantize_x.
+    void (*gemm_blocks)(const GemmTask &task, const void *xq);
+    // Activations as 16-bit integers per block of 32, for gemm_blocks.
+    void (*quantize_x)(const float *x, int64_t k, void *xq);
+    void (*dequantize)(const phloem_weight &w, int64_t row0, int64_t rows, float *out);
+    void (*rmsnorm)(const void *x, void *residual, const float *w, void *y, int32_t dtype,
+                    int32_t y_dtype, int64_t m, int64_t d, float eps);
+    void (*silu_mul)(const void *gate, const void *up, void *y, int32_t dtype, int64_t m,
+                     int64_t d, int64_t in_stride);
+    void (*embedding)(const int32_t *ids, const void *table, int32_t table_dtype, void *y,
+                      int32_t y_dtype, int64_t m, int64_t d);
+    void (*rope)(const phloem_rope_args &args, const phloem_kv_layer &kv,
+                 const phloem_batch &batch, int32_t row, int32_t tok0, int32_t tok1);
+    int64_t (*tile_scratch_floats)(int64_t tokens, int64_t group, int64_t head_dim);
+    void (*attention_tile)(const AttentionCall &call, const TileItem &item, float *scratch);
+    int64_t (*decode_scratch_floats)(int64_t group, int64_t head_dim);
+    void (*attention_decode)(const AttentionCall &call, const DecodeItem &item, float *o,
+                             float *ml, float *scratch);
+    void (*attention_merge)(const AttentionCall &call, int32_t token, int32_t kv_head,
+                            int64_t num_parts, const float *o, const float *ml);
+    int64_t (*argmax)(const void *x, int32_t dtype, int64_t n);
+    void (*top_k)(const void *x, int32_t dtype, int64_t n, int64_t k, float *values,
+                  int64_t *indices, float *lse);
+    int32_t decode_dim_multiple;  // attention_decode needs head_dim to be a multiple of this
+    int32_t rows_per_tile;        // gemm works on this many rows at a time
+};
+
+extern const Kernels kKernelsPlain;
+extern const Kernels kKernelsAvx2;
+extern const Kernels kKernelsAvx512;
+
+constexpr int64_t kPanelColumns = 16;
+constexpr int64_t kBlockWeights = 32;
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t dtype_bytes(int32_t dtype) { return dtype == PHLOEM_F32 ? 4 : 2; }
+inline bool is_blocks(int32_t format) { return format >= PHLOEM_W_Q4_0; }
+inline int64_t block_bytes(int32_t format) {
+    return format == PHLOEM_W_Q4_0 ? 18 : format == PHLOEM_W_Q4_1 ? 20 : 34;
+}
+// A quantised activation block: 32 int16, then scale and sum (float) in the 8 bytes after.
+constexpr int64_t kXqBytes = 72;
+
+}  // namespace phloem

@@ -1,0 +1,29 @@
+// Compiled once per instruction set, each time with its own flags and PHLOEM_TABLE.
+#include "attention.inl"
+#include "blocks.inl"
+#include "gemm.inl"
+#include "pointwise.inl"
+
+namespace phloem {
+extern const Kernels PHLOEM_TABLE;
+const Kernels PHLOEM_TABLE = {
+    PHLOEM_NS::to_f32,
+    PHLOEM_NS::gemm,
+    PHLOEM_NS::gemm_blocks,
+    PHLOEM_NS::quantize_x,
+    PHLOEM_NS::dequantize,
+    PHLOEM_NS::rmsnorm,
+    PHLOEM_NS::silu_mul,
+    PHLOEM_NS::embedding,
+    PHLOEM_NS::rope,
+    PHLOEM_NS::tile_scratch_floats,
+    PHLOEM_NS::attention_tile,
+    PHLOEM_NS::decode_scratch_floats,
+    PHLOEM_NS::attention_decode,
+    PHLOEM_NS::attention_merge,
+    PHLOEM_NS::argmax,
+    PHLOEM_NS::top_k,
+    PHLOEM_NS::W,
+    PHLOEM_NS::kMR,
+};
+}  // namespace phloem

@@ -1,0 +1,160 @@
+// One decoder layer in one call.
+//
+//   hidden -> norm -> q|k|v -> RoPE, K and V into pages -> attention over pages -> o (+ hidden)
+//          -> norm -> silu(gate) * up -> down (+ hidden)
+//
+// Between the steps everything is f32 in the workspace; `hidden` keeps the model's dtype. Large
+// batches pass in chunks of rows, so that the workspace stays small; attention sees them whole.
+#include <algorithm>
+#include <exception>
+
+#include "context.h"
+
+namespace phloem {
+namespace {
+
+constexpr int64_t kChunkRows = 2048;
+
+struct Layer {
+    phloem_ctx &ctx;
+    const phloem_layer &layer;
+    const phloem_kv_layer &kv;
+    const phloem_batch &batch;
+    char *hidden;
+    int32_t dtype;
+    int64_t q_dim, kv_dim, qkv_dim;
+    float *qkv;
+
+    void *hidden_row(int64_t row) const {
+        return hidden + row * layer.hidden * dtype_bytes(dtype);
+    }
+
+    const float *norm(int64_t row, int64_t rows, const float *weight) const {
+        float *out = ctx.normed.get<float>(rows * layer.hidden);
+        run_rmsnorm(ctx, hidden_row(row), nullptr, weight, out, dtype, PHLOEM_F32, rows,
+                    layer.hidden, layer.norm_eps);
+        return out;
+    }
+
+    void to_workspace(const float *x, const phloem_weight &w, int64_t m, float *y, bool silu) const {
+        phloem_gemm_args args{};
+        args.x = x;
+        args.x_stride = w.k;
+        args.y = y;
+        args.y_stride = silu ? w.n / 2 : w.n;
+        args.w = &w;
+        args.m = m;
+        args.silu_mul = silu;
+        run_gemm(ctx, args);
+    }
+
+    void to_hidden(const float *x, int64_t x_stride, const phloem_weight &w, int64_t row,
+                   int64_t rows) const {
+        phloem_gemm_args args{};
+        args.x = x;
+        args.x_stride = x_stride;
+        args.y = hidden_row(row);
+        args.residual = args.y;
+        args.y_stride = args.residual_stride = layer.hidden;
+        args.y_dtype = args.residual_dtype = dtype;
+        args.w = &w;
+        args.m = rows;
+        run_gemm(ctx, args);
+    }
+
+    void attend() const {
+        phloem_rope_args rope{};
+        rope.q = qkv;
+        rope.k = qkv + q_dim;
+        rope.v = qkv + q_dim + kv_dim;
+        rope.cos = layer.cos;
+        rope.sin = layer.sin;
+        rope.q_norm = layer.q_norm;
+        rope.k_norm = layer.k_norm;
+        rope.q_stride = rope.k_stride = rope.v_stride = qkv_dim;
+        rope.max_position = layer.max_position;
+        rope.num_heads = layer.num_heads;
+        rope.rotary_dim = layer.rotary_dim;
+        rope.norm_eps = layer.norm_eps;
+        run_rope(ctx, rope, kv, batch);
+
+        phloem_attention_args attention{};
+        attention.q = attention.out = qkv;  // a task reads its queries before it writes them
+        attention.q_stride = attention.out_stride = qkv_dim;
+        attention.num_heads = layer.num_heads;
+        attention.sinks = layer.sinks;
+        attention.window = layer.window;
+        attention.scale = layer.scale;
+        run_attention(ctx, {attention, kv, batch});
+    }
+
+    template <class F> void chunks(const F &f) const {
+        for (int64_t row = 0; row < batch.num_tokens; row += kChunkRows)
+            f(row, std::min<int64_t>(kChunkRows, batch.num_tokens - row));
+    }
+
+    void run() {
+        qkv = ctx.qkv.get<float>(batch.num_tokens * qkv_dim);
+        chunks([&](int64_t row, int64_t rows) {
+            to_workspace(norm(row, rows, layer.attn_norm), layer.qkv, rows, qkv + row * qkv_dim,
+                         false);
+        });
+        attend();
+        chunks([&](int64_t row, int64_t rows) {
+            to_hidden(qkv + row * qkv_dim, qkv_dim, layer.o, row, rows);
+            const int64_t inner = layer.down.k;
+            float *act = ctx.activation.get<float>(rows * inner);
+            to_workspace(norm(row, rows, layer.mlp_norm), layer.gate_up, rows, act, true);
+            to_hidden(act, inner, layer.down, row, rows);
+        });
+    }
+};
+
+int32_t check_layer(const phloem_layer &layer, const phloem_kv_layer &kv) {
+    for (const phloem_weight *w : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down})
+        if (int32_t code = check_weight(*w)) return code;
+    if (!layer.attn_norm || !layer.mlp_norm || !layer.cos || !layer.sin)
+        return fail(PHLOEM_E_ARG, "layer: null pointer");
+    const int64_t hidden = layer.hidden, q = (int64_t)layer.num_heads * kv.head_dim;
+    const int64_t kv_dim = (int64_t)kv.num_kv_heads * kv.head_dim, inner = layer.down.k;
+    if (layer.num_heads < 1 || layer.num_heads % kv.num_kv_heads || layer.window < 0 ||
+        layer.rotary_dim < 0 || layer.rotary_dim % 2 || layer.rotary_dim > kv.head_dim)
+        return fail(PHLOEM_E_ARG, "layer: %d heads, %d KV heads, rotary_dim %d", layer.num_heads,
+                    kv.num_kv_heads, layer.rotary_dim);
+    if (layer.qkv.k != hidden || layer.qkv.n != q + 2 * kv_dim || layer.o.k != q ||
+        layer.o.n != hidden || layer.gate_up.k != hidden || layer.gate_up.n != 2 * inner ||
+        layer.down.n != hidden || inner % kPanelColumns)
+        return fail(PHLOEM_E_ARG, "layer: weights do not fit hidden %d and each other",
+                    layer.hidden);
+    return PHLOEM_OK;
+}
+
+}  // namespace
+}  // namespace phloem
+
+using namespace phloem;
+
+extern "C" int32_t phloem_layer_forward(phloem_ctx *ctx, const phloem_layer *layer,
+                                        const phloem_kv_layer *kv, const phloem_batch *batch,
+                                        void *hidden, int32_t dtype) {
+    if (!ctx || !layer || !kv || !batch) return fail(PHLOEM_E_ARG, "layer: null pointer");
+    if (int32_t code = check_batch(*kv, *batch)) return code;
+    if (batch->num_tokens == 0) return PHLOEM_OK;
+    if (!hidden || (dtype != PHLOEM_F32 && dtype != PHLOEM_BF16))
+        return fail(PHLOEM_E_ARG, "layer: null hidden or unknown dtype %d", dtype);
+    if (int32_t code = check_layer(*layer, *kv)) return code;
+    for (int32_t i = 0; i < batch->num_tokens; ++i)
+        if (batch->positions[i] >= layer->max_position)
+            return fail(PHLOEM_E_ARG, "layer: position %d, tables end at %lld",
+                        batch->positions[i], (long long)layer->max_position);
+    const int64_t q_dim = (int64_t)layer->num_heads * kv->head_dim;
+    const int64_t kv_dim = (int64_t)kv->num_kv_heads * kv->head_dim;
+    try {
+        Layer{*ctx, *layer, *kv, *batch, (char *)hidden, dtype, q_dim, kv_dim,
+              q_dim + 2 * kv_dim, nullptr}
+            .run();
+    } catch (const std::exception &error) {
+        return fail(PHLOEM_E_MEMORY, "layer: %s", error.what());
+    }
+    return PHLOEM_OK;
+}

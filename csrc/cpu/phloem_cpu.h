@@ -1,0 +1,174 @@
+/* The C ABI of Phloem's native CPU kernels: what ctypes binds. No torch, no C++ types.
+ *
+ * Every pointer is borrowed for the call. Strides are in elements. A context owns the threads and
+ * the workspace; one call at a time per context. Functions return 0, or a negative PHLOEM_E_* code
+ * (phloem_last_error has the text).
+ */
+#ifndef PHLOEM_CPU_H
+#define PHLOEM_CPU_H
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define PHLOEM_API __attribute__((visibility("default")))
+#else
+#define PHLOEM_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define PHLOEM_ABI_VERSION 1
+
+enum { PHLOEM_OK = 0, PHLOEM_E_ARG = -1, PHLOEM_E_MEMORY = -2, PHLOEM_E_ISA = -3 };
+enum { PHLOEM_F32 = 0, PHLOEM_BF16 = 1 };
+/* Weight formats. F32/BF16/I8 are packed by phloem_pack_weight; the Q formats are GGUF rows. */
+enum {
+    PHLOEM_W_F32 = 0,
+    PHLOEM_W_BF16 = 1,
+    PHLOEM_W_I8 = 2,
+    PHLOEM_W_Q4_0 = 3,
+    PHLOEM_W_Q4_1 = 4,
+    PHLOEM_W_Q8_0 = 5
+};
+enum { PHLOEM_ISA_PLAIN = 0, PHLOEM_ISA_AVX2 = 1, PHLOEM_ISA_AVX512 = 2, PHLOEM_NUM_ISAS = 3 };
+
+typedef struct phloem_ctx phloem_ctx;
+
+/* A weight matrix W (n, k) for y = x W^T. */
+typedef struct {
+    const void *data;    /* packed panels, or GGUF rows as they are */
+    const float *scales; /* I8: (n) one per output column; else NULL */
+    const float *bias;   /* (n), or NULL */
+    int64_t n, k;
+    int32_t format;
+    int32_t reserved;
+} phloem_weight;
+
+/* y (m, n) = x W^T [+ bias] [+ residual]; silu_mul: W holds gate and up panels in turn
+ * (phloem_pack_gate_up) and y (m, n/2) = silu(gate) * up. residual may be y itself. */
+typedef struct {
+    const void *x;
+    void *y;
+    const void *residual;
+    const phloem_weight *w;
+    int64_t m, x_stride, y_stride, residual_stride;
+    int32_t x_dtype, y_dtype, residual_dtype, silu_mul;
+} phloem_gemm_args;
+
+/* One layer's K and V inside a page pool
+ * [page][head_group][layer][kv][token][head][dim]; `base` points at page 0, group 0, this layer, K. */
+typedef struct {
+    void *base;
+    int64_t page_stride, group_stride, kv_stride, token_stride, head_stride;
+    int64_t num_pages;
+    int32_t heads_per_group, page_size, num_kv_heads, head_dim, dtype, reserved;
+} phloem_kv_layer;
+
+/* A ragged batch: row r owns tokens row_start[r] ... row_start[r+1]-1 of the step; `positions` are
+ * absolute and grow within a row; token at position p reads positions 0 ... p (the last `window`
+ * of them if window > 0). `tables`: slot of every page of a row, table_stride apart. */
+typedef struct {
+    const int32_t *row_start; /* (num_rows + 1) */
+    const int32_t *positions; /* (num_tokens) */
+    const int64_t *tables;    /* (num_rows, table_stride) */
+    int64_t table_stride;
+    int32_t num_rows, num_tokens;
+} phloem_batch;
+
+typedef struct {
+    const void *q; /* (num_tokens, num_heads, head_dim) */
+    void *out;     /* likewise; may be q itself when the dtypes are equal */
+    float *lse;    /* (num_tokens, num_heads) natural log, or NULL */
+    const float *sinks; /* (num_heads) logits that only take part in the sum, or NULL */
+    int64_t q_stride, out_stride;
+    int32_t q_dtype, out_dtype, num_heads, window;
+    float scale;
+    int32_t reserved;
+} phloem_attention_args;
+
+/* Rotary embedding (rotate-half form) and the write of K and V into their pages. rotary_dim 0: no
+ * rotation (cos and sin may be NULL); num_heads 0: no queries. */
+typedef struct {
+    void *q; /* rotated in place */
+    const void *k, *v;
+    const float *cos, *sin;       /* (max_position, rotary_dim / 2) */
+    const float *q_norm, *k_norm; /* (head_dim) per-head RMSNorm before RoPE, or NULL */
+    int64_t q_stride, k_stride, v_stride, max_position;
+    int32_t dtype, num_heads, rotary_dim;
+    float norm_eps;
+} phloem_rope_args;
+
+/* One decoder layer: pre-norm attention and gated SiLU MLP. */
+typedef struct {
+    const float *attn_norm, *mlp_norm; /* (hidden) */
+    const float *q_norm, *k_norm;      /* (head_dim) or NULL */
+    const float *cos, *sin, *sinks;
+    phloem_weight qkv, o, gate_up, down;
+    int64_t max_position;
+    int32_t hidden, num_heads, rotary_dim, window;
+    float norm_eps, scale;
+} phloem_layer;
+
+PHLOEM_API int32_t phloem_abi_version(void);
+PHLOEM_API const char *phloem_last_error(void);
+/* The best ISA of this processor that was compiled in. */
+PHLOEM_API int32_t phloem_best_isa(void);
+PHLOEM_API int32_t phloem_isa_supported(int32_t isa);
+
+PHLOEM_API phloem_ctx *phloem_ctx_create(int32_t isa, int32_t num_threads);
+PHLOEM_API void phloem_ctx_destroy(phloem_ctx *ctx);
+PHLOEM_API int32_t phloem_ctx_num_threads(const phloem_ctx *ctx);
+PHLOEM_API int32_t phloem_ctx_isa(const phloem_ctx *ctx);
+PHLOEM_API int64_t phloem_ctx_workspace_bytes(const phloem_ctx *ctx);
+/* Growths of the workspace since creation: constant in steady state. */
+PHLOEM_API int64_t phloem_ctx_workspace_grows(const phloem_ctx *ctx);
+
+PHLOEM_API int64_t phloem_packed_bytes(int32_t format, int64_t n, int64_t k);
+/* Pack W (n, k), row stride `w_stride`, of dtype F32 or BF16. I8 also writes scales (n). */
+PHLOEM_API int32_t phloem_pack_weight(int32_t format, const void *w, int32_t w_dtype, int64_t n,
+                                      int64_t k, int64_t w_stride, void *out, float *scales);
+/* Pack gate and up (each (n, k)) in turn, 16 columns each, as one weight of 2n columns.
+ * n must be a multiple of 16. */
+PHLOEM_API int32_t phloem_pack_gate_up(int32_t format, const void *gate, const void *up,
+                                       int32_t w_dtype, int64_t n, int64_t k, int64_t w_stride,
+                                       void *out, float *scales);
+
+PHLOEM_API int32_t phloem_gemm(phloem_ctx *ctx, const phloem_gemm_args *args);
+/* y = x / rms(x) * w; with `residual` (m, d): residual += x first, and residual is normalised. */
+PHLOEM_API int32_t phloem_rmsnorm(phloem_ctx *ctx, const void *x, void *residual, const float *w,
+                                  void *y, int32_t dtype, int64_t m, int64_t d, float eps);
+/* y (m, d) = silu(gate) * up. */
+PHLOEM_API int32_t phloem_silu_mul(phloem_ctx *ctx, const void *gate, const void *up, void *y,
+                                   int32_t dtype, int64_t m, int64_t d, int64_t in_stride);
+/* y (m, d) = table[ids], copied or widened. */
+PHLOEM_API int32_t phloem_embedding(phloem_ctx *ctx, const int32_t *ids, const void *table,
+                                    int32_t table_dtype, int64_t vocab, void *y, int32_t y_dtype,
+                                    int64_t m, int64_t d);
+/* Every slot that the batch can touch lies in the pool: once per step, the calls below trust it. */
+PHLOEM_API int32_t phloem_check_batch(const phloem_kv_layer *kv, const phloem_batch *batch,
+                                      int64_t max_position);
+PHLOEM_API int32_t phloem_rope_kv_write(phloem_ctx *ctx, const phloem_rope_args *args,
+                                        const phloem_kv_layer *kv, const phloem_batch *batch);
+PHLOEM_API int32_t phloem_attention(phloem_ctx *ctx, const phloem_attention_args *args,
+                                    const phloem_kv_layer *kv, const phloem_batch *batch);
+/* hidden (num_tokens, hidden) in place. */
+PHLOEM_API int32_t phloem_layer_forward(phloem_ctx *ctx, const phloem_layer *layer,
+                                        const phloem_kv_layer *kv, const phloem_batch *batch,
+                                        void *hidden, int32_t dtype);
+/* First index of the greatest logit of each row (m, n); -1 if the row has a NaN. */
+PHLOEM_API int32_t phloem_argmax(phloem_ctx *ctx, const void *x, int32_t dtype, int64_t m,
+                                 int64_t n, int64_t stride, int64_t *out);
+/* The k greatest of one row in descending order (ties: lower index first), and the natural
+ * log-sum-exp of the row. */
+PHLOEM_API int32_t phloem_top_k(phloem_ctx *ctx, const void *x, int32_t dtype, int64_t n,
+                                int64_t k, float *values, int64_t *indices, float *lse);
+/* Copy pages (bytes each) past the caches; src and dst are byte addresses of pools. */
+PHLOEM_API int32_t phloem_copy_pages(phloem_ctx *ctx, void *dst, const void *src,
+                                     const int64_t *dst_slots, const int64_t *src_slots,
+                                     int64_t num_pages, int64_t page_bytes);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,162 @@
+// Vectors of W floats for whatever instruction set this unit is compiled for.
+//
+// Written with GCC/Clang vector extensions, so that one source serves AVX-512, AVX2, SSE2, NEON.
+// Everything lives in a namespace per instruction set: an inline function compiled with -mavx2
+// must never be the copy that the linker keeps for a plain unit. For the same reason no inline
+// function of the standard library is called here.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define PHLOEM_NS isa_avx512
+#define PHLOEM_W 16
+#elif defined(__AVX2__)
+#define PHLOEM_NS isa_avx2
+#define PHLOEM_W 8
+#else
+#define PHLOEM_NS isa_plain
+#define PHLOEM_W 4
+#endif
+#define PHLOEM_INLINE static inline __attribute__((always_inline))
+
+namespace phloem {
+namespace PHLOEM_NS {
+
+constexpr int W = PHLOEM_W;
+constexpr int kPanel = 16;       // columns of a packed weight panel
+constexpr int NV = kPanel / W;   // vectors of a panel row
+#if defined(__AVX512F__)
+constexpr int kMR = 8, kNP = 2;  // 16 accumulators of 32 registers, 2 panels
+#elif defined(__AVX2__)
+constexpr int kMR = 6, kNP = 1;  // 12 accumulators of 16 registers
+#else
+constexpr int kMR = 2, kNP = 1;
+#endif
+
+typedef float vf __attribute__((vector_size(4 * PHLOEM_W)));
+typedef int32_t vi __attribute__((vector_size(4 * PHLOEM_W)));
+typedef uint32_t vu __attribute__((vector_size(4 * PHLOEM_W)));
+typedef uint16_t vh __attribute__((vector_size(2 * PHLOEM_W)));
+typedef int8_t vb __attribute__((vector_size(PHLOEM_W)));
+
+template <class T> PHLOEM_INLINE T imin(T a, T b) { return a < b ? a : b; }
+template <class T> PHLOEM_INLINE T imax(T a, T b) { return a > b ? a : b; }
+
+PHLOEM_INLINE vf set1(float x) { return x - vf{}; }
+PHLOEM_INLINE vf load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+PHLOEM_INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+PHLOEM_INLINE vf load(const uint16_t *p) {
+    vh h;
+    memcpy(&h, p, sizeof h);
+    return (vf)(__builtin_convertvector(h, vu) << 16);
+}
+PHLOEM_INLINE vf load(const int8_t *p) {
+    vb b;
+    memcpy(&b, p, sizeof b);
+    return __builtin_convertvector(__builtin_convertvector(b, vi), vf);
+}
+// a*b + c as the separate terms say; -ffp-contract=fast makes it one instruction where there is one.
+PHLOEM_INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }
+// The second operand if either is NaN, as maxps does.
+PHLOEM_INLINE vf vmax(vf a, vf b) {
+#if defined(__AVX512F__)
+    return _mm512_max_ps(a, b);
+#elif defined(__AVX2__)
+    return _mm256_max_ps(a, b);
+#else
+    return a > b ? a : b;
+#endif
+}
+PHLOEM_INLINE vf select(vi mask, vf a, vf b) { return mask ? a : b; }
+PHLOEM_INLINE vi iota() {
+    vi v;
+    for (int i = 0; i < W; ++i) v[i] = i;
+    return v;
+}
+
+// Round to nearest even; a NaN stays a (quiet) NaN.
+PHLOEM_INLINE uint16_t to_bf16(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((u >> 16) | 0x40u);
+    return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+PHLOEM_INLINE float from_bf16(uint16_t h) {
+    uint32_t u = (uint32_t)h << 16;
+    float x;
+    memcpy(&x, &u, 4);
+    return x;
+}
+PHLOEM_INLINE void store(uint16_t *p, vf v) {
+    vu u = (vu)v;
+    vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    vu quiet = (u >> 16) | 0x40u;
+    vu r = v == v ? rounded : quiet;
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16((__m512i)r));
+#elif defined(__AVX2__)
+    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)r, (__m256i)r), 0xd8);
+    _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(packed));
+#else
+    vh h = __builtin_convertvector(r, vh);
+    memcpy(p, &h, sizeof h);
+#endif
+}
+
+PHLOEM_INLINE float hsum(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps(v);
+#elif defined(__AVX2__)
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+#else
+    return (v[0] + v[2]) + (v[1] + v[3]);
+#endif
+}
+PHLOEM_INLINE float hmax(vf v) {
+    float m = v[0];
+    for (int i = 1; i < W; ++i) m = v[i] > m ? v[i] : m;
+    return m;
+}
+
+// e^x, relative error below 2e-7; exactly 0 below -87 (so also for -inf), inf above 88, NaN for NaN.
+PHLOEM_INLINE vf vexp(vf x) {
+    const vf low = set1(-87.0f), high = set1(88.3f);
+    vf c = x < low ? low : x;
+    c = c > high ? high : c;
+    // Adding 1.5 * 2^23 rounds to an integer that can be read from the low bits.
+    const vf magic = set1(12582912.0f);
+    vf t = fma(c, set1(1.44269504088896341f), magic);
+    vi n = (vi)t - (vi)magic;
+    vf k = t - magic;
+    vf r = fma(k, set1(-0.693359375f), c);
+    r = fma(k, set1(2.12194440e-4f), r);
+    vf p = set1(1.9875691500e-4f);
+    p = fma(p, r, set1(1.3981999507e-3f));
+    p = fma(p, r, set1(8.3334519073e-3f));
+    p = fma(p, r, set1(4.1665795894e-2f));
+    p = fma(p, r, set1(1.6666665459e-1f));
+    p = fma(p, r, set1(5.0000001201e-1f));
+    p = fma(p, r * r, r + 1.0f);
+    vf e = (vf)((vi)p + (n << 23));
+    e = x < low ? vf{} : e;
+    e = x > high ? set1(__builtin_inff()) : e;
+    return x == x ? e : x;
+}
+PHLOEM_INLINE vf vsilu(vf x) { return x / (1.0f + vexp(-x)); }
+
+// Element access for either dtype, scalar and vector.
+PHLOEM_INLINE float get(const float *p) { return *p; }
+PHLOEM_INLINE float get(const uint16_t *p) { return from_bf16(*p); }
+PHLOEM_INLINE void put(float *p, float x) { *p = x; }
+PHLOEM_INLINE void put(uint16_t *p, float x) { *p = to_bf16(x); }
+PHLOEM_INLINE float scalar_exp(float x) { return vexp(set1(x))[0]; }
+
+}  // namespace PHLOEM_NS
+}  // namespace phloem

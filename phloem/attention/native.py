@@ -1,0 +1,37 @@
+"""Attention by the native CPU kernels: pages are read in place, nothing is gathered."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from phloem.attention.batch import RaggedBatch
+from phloem.kernels import KVBuffer
+from phloem.kernels.native import NativeBatch, NativeKernels, kv_layer
+
+__all__ = ["NativeAttention"]
+
+
+class NativeAttention:
+    """Ragged prefill chunks and decodes over the pages of `buffer`, on the CPU."""
+
+    def __init__(self, buffer: KVBuffer, kernels: NativeKernels) -> None:
+        self._kernels, self._buffer = kernels, buffer  # kv_layer only borrows the buffer
+        self._layers = tuple(kv_layer(buffer, i) for i in range(buffer.num_layers))
+
+    def plan(self, batch: RaggedBatch) -> NativeBatch:
+        width = max((len(span.slots) for span in batch.spans), default=1)
+        tables = np.zeros((len(batch.spans), width), dtype=np.int64)
+        for row, span in zip(tables, batch.spans, strict=True):
+            row[: len(span.slots)] = span.slots
+        starts = [span.first for span in batch.spans] + [batch.num_tokens]
+        native = NativeBatch(
+            np.array(starts, dtype=np.int32), batch.positions().astype(np.int32), tables
+        )
+        self._kernels.check_batch(self._layers[0], native, 1 << 30)
+        return native
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, meta: NativeBatch) -> Tensor:
+        kv = self._layers[layer]
+        self._kernels.rope_kv_write(None, (k, v), kv, meta)
+        return self._kernels.attention(q, kv, meta).view(q.shape[0], -1)
