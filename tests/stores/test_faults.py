@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phloem.core.clock import VirtualClock
-from phloem.core.store import Op, Status, Verb
+from phloem.core.store import Op, Span, Status, Verb
 from phloem.stores import Backend
 from phloem.stores.adapters.memory import MemoryBackend
 from phloem.stores.adapters.segment import SegmentBackend
@@ -148,20 +148,38 @@ def test_what_waits_behind_a_hung_backend_expires_with_free_buffers(inner: Backe
         assert rig.probe(["a", "b"]) == (OK, MISS)
 
 
+def test_a_spare_thread_takes_the_place_of_a_stuck_one(inner: Backend) -> None:
+    """The only thread hangs past its deadline: the store still works; then one thread is left."""
+    clock = VirtualClock()
+    rig, faulty = faulty_rig(inner, clock=clock, num_threads=1)
+    with rig:
+        ticket = running(rig, faulty, rig.put_op(["a"], 4096), within_s=1.0)
+        clock.advance(1.0)
+        rig.answer(ticket)
+        assert rig.put(["b"], 4096, base=8192) == (OK,)
+        assert rig.get(["b"], 4096, base=8192) == (OK,)
+        faulty.release()
+        rig.until(lambda: ticket in rig.released)
+        assert rig.get(["b"], 4096) == (OK,)
+
+
 def test_cancel_answers_now_and_keeps_what_is_finished(inner: Backend) -> None:
     """Three parts on one thread: the first is done, the second hangs, the third waits."""
     clock = VirtualClock()
     rig, faulty = faulty_rig(inner, clock=clock, num_threads=1)
-    length = 1 << 20
+    length = 400_000
     with rig:
         rig.put(["a"], length)
-        op = rig.get_op(["a"] * 3, length)
-        rig.store.submit(Op(verb=Verb.PROBE, keys=()), 1.0)
-        ticket = running(rig, faulty, op, within_s=5.0)
+        spans = (*rig.spans([length, 3 << 20]), Span(0, 0, 3 << 20), Span(0, 0, 3 << 20))
+        op = Op(verb=Verb.GET, keys=tuple(map(key_of, ["a", "x", "y", "z"])), spans=spans)
+        faulty.script(Verb.GET, Fault.NONE, Fault.HANG)
+        ticket = rig.submit(op, 5.0)
+        rig.until(lambda: faulty.counters[Fault.HANG] == 1, step_s=0.0005)
         rig.store.cancel(ticket)
         rig.pump()
-        assert set(rig.answers[ticket].statuses) == {Status.CANCELLED}
-        assert rig.answers[ticket].held == (0, 1, 2)
+        done = rig.answers[ticket]
+        assert done.statuses == (OK, MISS, Status.CANCELLED, Status.CANCELLED)
+        assert done.held == (2,)
         rig.store.cancel(ticket)
         rig.store.cancel(12_345)
         faulty.release()

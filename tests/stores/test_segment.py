@@ -302,6 +302,31 @@ def test_a_restart_goes_on_in_the_segment_that_was_left(place: Place) -> None:
         assert rig.get([f"n{i}" for i in range(20)], PAGE) == (OK,) * 20
 
 
+def test_of_a_torn_frame_what_is_whole_survives_further_work(place: Place) -> None:
+    """The good pages around the torn one stay, also when the next process goes on behind them."""
+    with place.open() as rig:
+        rig.put(PAGES, PAGE)
+    flip_a_byte(place)
+    want = (OK,) * 5 + (MISS,) + (OK,) * 4
+    for turn in range(3):
+        with place.open() as rig:
+            assert rig.probe(PAGES) == want
+            assert rig.put([f"more-{turn}"], PAGE) == (OK,)
+            assert rig.get(PAGES, PAGE) == want
+            assert rig.get([f"more-{i}" for i in range(turn + 1)], PAGE) == (OK,) * (turn + 1)
+    assert len(place.files()) == 1
+
+
+def test_padding_on_disk_is_zero(place: Place) -> None:
+    """What other objects left in the bounce buffer does not reach the disk a second time."""
+    with place.open() as rig:
+        rig.put(["a"], 8000, base=1)
+        rig.put(["b"], 4100, base=1)
+    data = Path(place.files()[0]).read_bytes()
+    end = data.find(bytes_of("b", 4100)) + 4100
+    assert data[end : end + 8192 - 4100] == bytes(8192 - 4100)
+
+
 def test_two_users_share_what_each_writes_and_write_different_files(place: Place) -> None:
     with place.open() as first:
         other = place.open()
