@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 
-from phloem.cache.chain import Hasher
+from phloem.cache.chain import Hasher, unpack_keys
 
 __all__ = ["Ghosts"]
 
@@ -23,13 +22,13 @@ class Ghosts:
     def remember(self, packed_keys: bytes) -> None:
         """Pages were evicted."""
         keys = self.keys
-        for key in array("Q", packed_keys):
+        for key in unpack_keys(packed_keys):
             keys[key] = None
         while len(keys) > self.capacity:
             keys.popitem(last=False)
 
     def recall(
-        self, hasher: Hasher, key: bytes, tokens: bytes, start: int, end: int, page_bytes: int
+        self, hasher: Hasher, key: int, tokens: bytes, start: int, end: int, page_bytes: int
     ) -> int:
         """Count, and forget, how many pages of tokens[start:end], from the first on, were evicted.
 
@@ -38,11 +37,10 @@ class Ghosts:
         keys = self.keys
         count = 0
         for offset in range(start, end, page_bytes):
-            key = hasher(key + tokens[offset : offset + page_bytes])
-            number = int.from_bytes(key, "little")
-            if number not in keys:
+            key = hasher(tokens[offset : offset + page_bytes], key)
+            if key not in keys:
                 break
-            del keys[number]
+            del keys[key]
             count += 1
         self.recalled_pages += count
         return count

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from phloem.cache.chain import KEY_BYTES, chain_keys
+from phloem.cache.chain import chain_keys, unpack_keys
 from phloem.cache.components import ABSENT
 from phloem.cache.node import REF_BYTES, Node
 from phloem.cache.prefix_cache import PrefixCache
@@ -179,8 +179,8 @@ def _keys(cache: PrefixCache) -> Iterator[str]:
         parent = node.parent
         if parent is None or (parent is not tree.root and not parent.chain):
             continue
-        seed = tree.hasher(node.namespace) if parent is tree.root else parent.chain[-KEY_BYTES:]
-        if node.chain != chain_keys(tree.hasher, seed, node.key, tree.page_bytes):
+        seed = tree.chain_key(parent, parent.num_pages, node.namespace)
+        if unpack_keys(node.chain) != chain_keys(tree.hasher, seed, node.key, tree.page_bytes):
             yield f"{node} has wrong content keys"
 
 

@@ -14,7 +14,14 @@ from __future__ import annotations
 
 import hashlib
 
-from phloem.cache.chain import KEY_BYTES, Hasher, chain_keys, default_hasher
+from phloem.cache.chain import (
+    KEY_BYTES,
+    Hasher,
+    chain_keys,
+    default_hasher,
+    pack_keys,
+    unpack_keys,
+)
 from phloem.cache.components import FULL, Component, ExtraState
 from phloem.cache.node import REF_BYTES, Node
 from phloem.core.tokens import TOKEN_BYTES
@@ -108,11 +115,11 @@ class RadixTree:
                 high = middle - 1
         return low
 
-    def chain_key(self, node: Node, num_pages: int, namespace: bytes) -> bytes:
-        """The content key of the node's page number `num_pages` - 1; of the root: the seed's."""
+    def chain_key(self, node: Node, num_pages: int, namespace: bytes) -> int:
+        """The content key of the node's page number `num_pages` - 1; of the root: the seed."""
         if node is self.root:
-            return self.hasher(namespace)
-        return node.chain[(num_pages - 1) * KEY_BYTES : num_pages * KEY_BYTES]
+            return self.hasher(namespace, 0)
+        return unpack_keys(node.chain[(num_pages - 1) * KEY_BYTES : num_pages * KEY_BYTES])[0]
 
     # -- shape -------------------------------------------------------------------------------
 
@@ -123,8 +130,7 @@ class RadixTree:
         node.locks = 1
         node.hits = 1
         node.last_access = now if parent is self.root else parent.last_access
-        key = self.chain_key(parent, parent.num_pages, namespace)
-        node.chain = chain_keys(self.hasher, key, tokens, self.page_bytes)
+        node.chain = self._chain_after(parent, namespace, tokens)
         node.extra = self._no_extra(node.num_pages)
         self._adopt(parent, node)
         self.nodes[node.id] = node
@@ -136,8 +142,7 @@ class RadixTree:
         assert node.locks == 1, f"{node} cannot be lengthened"
         assert not node.children, f"{node} cannot be lengthened"
         num_pages = len(refs) // REF_BYTES
-        key = node.chain[-KEY_BYTES:]
-        node.chain += chain_keys(self.hasher, key, tokens, self.page_bytes)
+        node.chain += self._chain_after(node, node.namespace, tokens)
         node.key += tokens
         node.refs += refs
         for mine, new in zip(node.extra, self._no_extra(num_pages), strict=True):
@@ -286,6 +291,10 @@ class RadixTree:
             for extra in node.extra:
                 out.update(b"%d:" % extra.locks + extra.refs)
         return out.digest()
+
+    def _chain_after(self, node: Node, namespace: bytes, tokens: bytes) -> bytes:
+        key = self.chain_key(node, node.num_pages, namespace)
+        return pack_keys(chain_keys(self.hasher, key, tokens, self.page_bytes))
 
     def _no_extra(self, num_pages: int) -> tuple[ExtraState, ...]:
         if len(self.components) == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phloem.cache import check_invariants
-from phloem.cache.chain import chain_keys, default_hasher
+from phloem.cache.chain import chain_keys, default_hasher, pack_keys, unpack_keys
 from phloem.cache.ghosts import Ghosts
 from tests.cache.build import NS, cached, make, run_of, serve, start
 
@@ -105,18 +105,19 @@ def test_ghosts_are_content_not_place():
 def test_ghosts_are_bounded_and_forget_the_oldest():
     ghosts = Ghosts(3)
     tokens = run_of(0, 5)
-    keys = chain_keys(default_hasher, b"seed", tokens, 4)
-    ghosts.remember(keys)
+    keys = chain_keys(default_hasher, 7, tokens, 4)
+    ghosts.remember(pack_keys(keys))
     assert len(ghosts.keys) == 3
-    assert ghosts.recall(default_hasher, b"seed", tokens, 0, 20, 4) == 0
-    assert ghosts.recall(default_hasher, keys[8:16], tokens, 8, 20, 4) == 3
+    assert ghosts.recall(default_hasher, 7, tokens, 0, 20, 4) == 0
+    assert ghosts.recall(default_hasher, keys[1], tokens, 8, 20, 4) == 3
     assert not ghosts.keys
 
 
 def test_a_chain_key_stands_for_all_tokens_before_it():
     tokens = run_of(0, 16)
-    keys = chain_keys(default_hasher, b"seed", tokens, 16)
-    again = chain_keys(default_hasher, keys[8:16], tokens[32:], 16)
-    assert keys[16:] == again
-    changed = chain_keys(default_hasher, b"seed", run_of(9, 1) + tokens[4:], 16)
-    assert all(keys[i : i + 8] != changed[i : i + 8] for i in range(0, 32, 8))
+    keys = chain_keys(default_hasher, 7, tokens, 16)
+    assert len(keys) == 4
+    assert chain_keys(default_hasher, keys[1], tokens[32:], 16) == keys[2:]
+    changed = chain_keys(default_hasher, 7, run_of(9, 1) + tokens[4:], 16)
+    assert all(one != two for one, two in zip(keys, changed, strict=True))
+    assert unpack_keys(pack_keys(keys)) == keys
