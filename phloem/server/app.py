@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -55,6 +56,7 @@ _PLAIN: tuple[tuple[str, Endpoint, tuple[str, ...]], ...] = (
 )
 
 
+@functools.cache
 def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
     # Bodies are read by hand (size limit, strict JSON), so the schema is told by hand too.
     schema = model.model_json_schema()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import replace
 from typing import cast
 
@@ -91,13 +91,12 @@ class Runs:
         Close it (aclosing) in every case: that aborts what has not ended.
         """
         public = request.request_id
-        peers = self._runs.setdefault(public, [])
-        if peers:  # the engine's ids are unique; the client's need not be
+        if public in self._runs:  # ours are unique; a space occurs in no id of a client
             self._serial += 1
-            request = replace(request, request_id=f"{public}#{self._serial}")
+            request = replace(request, request_id=f"{public} {self._serial}")
         stream = cast(ChunkStream, self._engine.generate(request))
         run = _Run(stream, self._metrics.start_timer())
-        peers.append(run)
+        self._runs.setdefault(public, []).append(run)
         try:
             while (chunk := await run.next()) is not None:
                 if chunk.finish is FinishReason.ERROR:
@@ -112,10 +111,14 @@ class Runs:
                 yield chunk
             raise EngineDead("an answer stopped before its end")
         finally:
-            peers.remove(run)
-            if not self._runs.get(public):
-                self._runs.pop(public, None)
+            self._drop(public, run)
             await stream.aclose()
+
+    def _drop(self, public: str, run: _Run) -> None:
+        peers = self._runs[public]
+        peers.remove(run)
+        if not peers:
+            del self._runs[public]
 
 
 async def collect(source: ChunkStream) -> TextChunk:
@@ -161,6 +164,4 @@ async def merge(sources: Sequence[ChunkStream]) -> AsyncGenerator[tuple[int, Tex
     finally:
         for task in tasks:
             task.cancel()
-        for task in tasks:
-            with suppress(asyncio.CancelledError):
-                await task
+        await asyncio.wait(tasks)
