@@ -153,7 +153,8 @@ def model_config_from_gguf(file: GGUFFile) -> ModelConfig:
         raise ConfigError(f"{file.path}: sliding window attention is not supported")
     heads = _need(file, f"{family}.attention.head_count")
     hidden = _need(file, f"{family}.embedding_length")
-    head_dim = meta.get(f"{family}.attention.key_length", hidden // max(heads, 1))
+    kv_heads = _need(file, f"{family}.attention.head_count_kv", default=heads)
+    head_dim = _need(file, f"{family}.attention.key_length", default=hidden // max(heads, 1))
     if meta.get(f"{family}.rope.dimension_count", head_dim) != head_dim:
         raise ConfigError(f"{file.path}: RoPE over a part of the head is not supported")
     embedding = file.tensors.get("token_embd.weight")
@@ -166,10 +167,10 @@ def model_config_from_gguf(file: GGUFFile) -> ModelConfig:
         intermediate_size=_need(file, f"{family}.feed_forward_length"),
         layers=(LayerSpec(),) * _need(file, f"{family}.block_count"),
         num_heads=heads,
-        num_kv_heads=meta.get(f"{family}.attention.head_count_kv", heads),
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
         rope=_rope(file, family),
-        norm_eps=_need(file, f"{family}.attention.layer_norm_rms_epsilon", float),
+        norm_eps=_need(file, f"{family}.attention.layer_norm_rms_epsilon", kind=float),
         max_position=_need(file, f"{family}.context_length"),
         tie_embeddings="output.weight" not in file.tensors,
         eos_ids=_eos_ids(meta),
@@ -180,8 +181,8 @@ def model_config_from_gguf(file: GGUFFile) -> ModelConfig:
     )
 
 
-def _need(file: GGUFFile, key: str, kind: type = int) -> Any:
-    value = file.metadata.get(key)
+def _need(file: GGUFFile, key: str, *, kind: type = int, default: int | None = None) -> Any:
+    value = file.metadata.get(key, default)
     if not isinstance(value, kind):
         raise ConfigError(f"{file.path}: metadata {key} must be one {kind.__name__}, got {value!r}")
     return value

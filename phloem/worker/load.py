@@ -124,7 +124,9 @@ def load_worker(
         num_pages=num_pages,
         max_model_len=max_len,
         weight_bytes=weights.num_bytes,
-        activation_bytes=activation_bytes(config, options.max_prefill_tokens, dtype),
+        activation_bytes=activation_bytes(
+            config, options.max_prefill_tokens, dtype=dtype, max_running=options.max_running
+        ),
     )
 
 

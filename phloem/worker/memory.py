@@ -18,19 +18,23 @@ def logits_rows_per_pass(vocab_size: int) -> int:
     return max(1, MAX_LOGITS_BYTES // (vocab_size * _FP32))
 
 
-def activation_bytes(config: ModelConfig, max_prefill_tokens: int, dtype: KVDtype) -> int:
+def activation_bytes(
+    config: ModelConfig, max_prefill_tokens: int, *, dtype: KVDtype, max_running: int
+) -> int:
     """An upper bound of a step's peak, for a chunk of `max_prefill_tokens` alone or in parts.
 
     At its widest a layer holds, per token of the chunk: the residual and a normed copy, q, k and v,
     their rotated fp32 temporaries, a gather of K and V (heads expanded by views), two partial
     outputs of attention and their fp32 sums while merging. The MLP adds its intermediates for
-    `MLP_CHUNK_TOKENS`; sampling adds four copies of `MAX_LOGITS_BYTES`. All of it is linear in the
-    chunk: no matrix of tokens by tokens exists, and no logits that nobody asked for.
+    `MLP_CHUNK_TOKENS`; sampling adds ten fp32 copies of the logits of the rows of one pass. All of
+    it is linear in the chunk: no matrix of tokens by tokens exists, and no logits that nobody
+    asked for.
     """
     width = dtype.num_bytes
     qkv = config.q_size + 2 * config.kv_size
     per_token = width * (2 * config.hidden_size + 2 * qkv + 2 * config.kv_size + 3 * config.q_size)
     per_token += _FP32 * (2 * (config.q_size + config.kv_size) + 4 * config.q_size)
-    per_token += _FP32 * config.hidden_size
+    per_token += _FP32 * (config.hidden_size + qkv)  # where bf16 is multiplied in fp32
     mlp = min(max_prefill_tokens, MLP_CHUNK_TOKENS) * config.intermediate_size * (3 * 2 * _FP32)
-    return max_prefill_tokens * per_token + mlp + 4 * MAX_LOGITS_BYTES
+    rows = min(max_running, logits_rows_per_pass(config.vocab_size))
+    return max_prefill_tokens * per_token + mlp + 10 * rows * config.vocab_size * _FP32

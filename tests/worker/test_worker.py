@@ -337,6 +337,6 @@ def test_kv_budget_buys_whole_pages(path):
 
 def test_the_activation_bound_is_linear_and_holds_logits_of_few_rows(path):
     config = open_worker(path, inline=True).config
-    one = activation_bytes(config, 8192, KVDtype.BF16)
-    two = activation_bytes(config, 16384, KVDtype.BF16)
+    one = activation_bytes(config, 8192, dtype=KVDtype.BF16, max_running=4)
+    two = activation_bytes(config, 16384, dtype=KVDtype.BF16, max_running=4)
     assert one < two < 2 * one

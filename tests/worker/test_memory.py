@@ -1,0 +1,65 @@
+"""Peak memory of a step stays below what `activation_bytes` states."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+from tests.models.checkpoints import _SIZES
+
+# In a process of its own: the peak of resident memory belongs to a process.
+SCRIPT = """
+import json, sys
+from pathlib import Path
+import numpy as np
+from phloem.core.plan import PageTableUpdate, RowInit, RowPlan, StepPlan
+from phloem.core.request import SamplingParams
+from phloem.core.tokens import tokens_to_bytes
+from phloem.worker import WorkerOptions, load_worker
+
+COUNT = int(sys.argv[2])
+
+def status(key):
+    line = next(x for x in open("/proc/self/status") if x.startswith(key))
+    return int(line.split()[1]) * 1024
+
+options = WorkerOptions(dtype=sys.argv[3], num_pages=1 + COUNT // 16, inline=True, threads=1,
+                        max_prefill_tokens=COUNT, max_running=1)
+loaded = load_worker(Path(sys.argv[1]), options)
+refs = np.arange(COUNT // 16)
+init = RowInit(row=0, serial=1, sampling=SamplingParams(logprobs=20), seed=0, stop_ids=(),
+               tokens=b"", num_prompt_tokens=0)
+
+def step(count, sample, **extra):
+    ids = tokens_to_bytes([5] * count)
+    row = RowPlan(row=0, serial=1, start=0, count=count, tokens=ids, sample=sample)
+    loaded.worker.submit(StepPlan(step=0, rows=(row,), **extra))
+    return loaded.worker.collect()
+
+step(32, True, admitted=(init,),
+     table_updates=(PageTableUpdate(row=0, first_page=0, refs=refs),))
+loaded.pool.buffer.data[:-1] = 1.0  # touch every page: the pool is not what is measured
+open("/proc/self/clear_refs", "w").write("5")
+before = status("VmRSS")
+assert step(COUNT, True).rows[0].logprob is not None
+print(json.dumps({"grown": status("VmHWM") - before, "bound": loaded.activation_bytes}))
+"""
+
+
+def test_a_maximal_prefill_with_logprobs_stays_within_its_bound(tmp_path: Path):
+    """6,144 tokens over a vocabulary of 50,000: their logits alone would be 1.2 GB."""
+    sizes = {**_SIZES, "vocab_size": 50_000, "max_position_embeddings": 8192}
+    sizes |= {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 512}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    model.save_pretrained(tmp_path)
+    args = [sys.executable, "-c", SCRIPT, str(tmp_path), "6144", "fp32"]
+    out = subprocess.run(args, capture_output=True, text=True, timeout=100, check=False)
+    assert out.returncode == 0, out.stderr
+    figures = json.loads(out.stdout.splitlines()[-1])
+    assert figures["bound"] / 4 < figures["grown"] < figures["bound"] < 60 << 20, figures
