@@ -104,18 +104,8 @@ class Leader:
 
     def evict(self, num_pages: int) -> int:
         """Evict up to `num_pages` unlocked pages; returns how many."""
-        victims = self.policy.victims(num_pages)
-        if not victims:
-            return 0
-        flat = [number for node, pages in victims for number in (node.id, pages)]
-        refs, keys = self.log.append(commands.evict(tuple(flat)))
-        last, _ = victims[-1]
-        gone = [node for node, _ in victims]
-        if last.parent is not None:
-            gone.pop()  # only its tail went
-        self.policy.locked(gone)
+        refs, keys = self._drop(num_pages)
         self.ghosts.remember(keys)
-        self._note_freed(refs)
         num_evicted = len(refs) // REF_BYTES
         self.evicted_pages += num_evicted
         return num_evicted
@@ -169,12 +159,27 @@ class Leader:
         return cast(Node, self.log.append(commands.insert(node.id, namespace, tokens, refs)))
 
     def flush(self) -> int:
-        """Evict all that can be, make the rest unfindable; returns the pages still in use."""
-        self.evict(self.evictable_pages)
+        """Drop all that can be, make the rest unfindable; returns the pages still in use."""
+        self._drop(self.evictable_pages)
+        self.ghosts.keys.clear()  # what is flushed did not go too early
         self.log.append(commands.detach())
         for reservation in self.reservations:
             reservation.stop_sharing()
         return sum(a.capacity for a in self.state.allocators) - self.state.free_pages
+
+    def _drop(self, num_pages: int) -> tuple[bytes, bytes]:
+        """Free up to `num_pages` unlocked pages; returns their refs and content keys."""
+        victims = self.policy.victims(num_pages)
+        if not victims:
+            return b"", b""
+        flat = [number for node, pages in victims for number in (node.id, pages)]
+        refs, keys = self.log.append(commands.evict(tuple(flat)))
+        gone = [node for node, _ in victims]
+        if gone[-1].parent is not None:
+            gone.pop()  # only its tail went
+        self.policy.locked(gone)
+        self._note_freed(refs)
+        return refs, keys
 
     def _join(self, node: Node) -> None:
         # Only what the leaving request has walked: all of it is equally recent, so that one place

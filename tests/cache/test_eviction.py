@@ -90,6 +90,16 @@ def test_ghosts_count_what_was_evicted_and_asked_for_again():
     assert cache.stats().evicted_pages_total == 6
 
 
+def test_a_flush_is_no_eviction():
+    cache = make(4, 64)
+    serve(cache, run_of(0, 40))
+    cache.evict(2)
+    cache.flush()
+    serve(cache, run_of(0, 41))
+    assert cache.stats().evicted_then_requested_pages_total == 0
+    assert cache.stats().evicted_pages_total == 2
+
+
 def test_ghosts_are_content_not_place():
     """The same page elsewhere, or in another namespace, is another page."""
     cache = make(4, 64)
