@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from phloem.core.plan import PageTableUpdate, RowInit
 from phloem.core.refs import PageRefs
 
@@ -33,9 +31,8 @@ class RowTables:
         self.update(init.row, 0, refs)
 
     def update(self, row: int, first_page: int, refs: PageRefs) -> None:
-        """Pages from `first_page` on are now `refs` (copied: the caller's may change)."""
-        copied = np.array(refs, dtype=np.int64)
-        self._updates.append(PageTableUpdate(row=row, first_page=first_page, refs=copied))
+        """Pages from `first_page` on are now `refs`, which nobody writes to any more."""
+        self._updates.append(PageTableUpdate(row=row, first_page=first_page, refs=refs))
 
     def release(self, row: int) -> None:
         """The tenant has left. What no plan has told of it yet is never told."""

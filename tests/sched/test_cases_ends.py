@@ -7,11 +7,12 @@ import random
 import pytest
 
 from phloem.cache import check_invariants
+from phloem.core.clock import VirtualClock
 from phloem.core.errors import BadRequest, ConfigError, Overloaded
 from phloem.core.request import FinishReason, SamplingParams
 from phloem.core.tokens import tokens_to_bytes
 from phloem.sched import SchedulerConfig
-from phloem.sim import cold, hash_model
+from phloem.sim import CostWorker, cold, hash_model
 from tests.sched.rig import VOCAB, Rig, prompt_of
 
 PAGE_SIZES = [1, 4, 16]
@@ -163,3 +164,14 @@ def test_min_tokens_holds_back_every_stop(overlap: bool):
     assert plain[2] not in rig.answers["held"][:6]
     assert rig.answers["ignores"] == plain
     rig.check_idle()
+
+
+def test_min_tokens_holds_even_if_the_worker_samples_a_stop():
+    """Output number min_tokens is the first that may end the answer, whoever checks."""
+    rig = Rig(eos_ids=(0,))
+    rig.loop._worker = CostWorker(VirtualClock())  # it samples nothing but 0
+    for min_tokens in (0, 1, 5):
+        rig.add(str(min_tokens), [min_tokens, 1], max_tokens=9, min_tokens=min_tokens)
+    rig.run()
+    assert [len(answer) for answer in rig.answers.values()] == [1, 2, 6]
+    assert {chunk.finish for chunk in rig.last.values()} == {FinishReason.STOP}
