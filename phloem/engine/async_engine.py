@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 from phloem.config import Config
+from phloem.config.checkpoint import read_model_config
 from phloem.core.errors import (
     BadRequest,
     EngineDead,
@@ -30,7 +31,7 @@ from phloem.engine.facts import EngineFacts
 from phloem.engine.health import DEFAULT_HANG_S, judge_health
 from phloem.engine.mailbox import Mailbox
 from phloem.engine.models import load_tokenizer, resolve_model
-from phloem.engine.process import DEFAULT_BUILDER, EngineProcess
+from phloem.engine.process import DEFAULT_BUILDER, EXIT_GRACE_S, EngineProcess
 from phloem.engine.tokenizer import ModelTokenizer
 
 __all__ = ["AsyncEngine"]
@@ -69,6 +70,7 @@ class AsyncEngine:
         self._tokenizer = tokenizer
         self._limit = config.scheduler.max_running + config.scheduler.max_queued
         self.hang_s = DEFAULT_HANG_S
+        self.exit_grace_s = EXIT_GRACE_S  # from `close` to a kill; a step in flight may end
         self._loop: asyncio.AbstractEventLoop | None = None
         self._attaching = asyncio.Lock()
         self._channel: Channel | None = None
@@ -93,6 +95,7 @@ class AsyncEngine:
         setting that cannot be used, EngineDead if the process ends. Needs no running event loop.
         """
         model = resolve_model(config.model.model)
+        read_model_config(model.path)  # what cannot be served is refused before torch is loaded
         process = EngineProcess()
         try:
             tokenizer = load_tokenizer(model)  # while the child's interpreter starts
@@ -337,7 +340,7 @@ class AsyncEngine:
             else:
                 with contextlib.suppress(OSError):
                     self._process.sock.sendall(msg.frame(msg.Shutdown()))
-            await asyncio.to_thread(self._process.stop)
+            await asyncio.to_thread(self._process.stop, grace_s=self.exit_grace_s)
         if self._burial is not None:
             await self._burial
         if self._channel is not None:

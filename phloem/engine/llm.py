@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 from phloem.config import CacheOptions, Config, ModelOptions, RuntimeOptions, SchedulerOptions
+from phloem.config.checkpoint import read_model_config
 from phloem.core.errors import BadRequest, ConfigError, EngineDead
 from phloem.core.namespace import make_namespace
 from phloem.core.request import (
@@ -110,7 +111,9 @@ class LLM:
         **settings: Any,
     ) -> None:
         config = config_from_settings(model, settings)
-        self._tokenizer = load_tokenizer(resolve_model(model))
+        resolved = resolve_model(model)
+        read_model_config(resolved.path)  # refused before torch is loaded
+        self._tokenizer = load_tokenizer(resolved)
         self._hooks = _Hooks(on_load)
         build = builder or _default_builder()
         self._core: EngineCore | None = build(config, self._hooks, self._tokenizer.eos_ids)

@@ -16,13 +16,13 @@ from phloem.engine import messages as msg
 from phloem.engine.core import OnLoad
 from phloem.engine.heartbeat import Heartbeat
 
-__all__ = ["DEFAULT_BUILDER", "EngineProcess"]
+__all__ = ["DEFAULT_BUILDER", "EXIT_GRACE_S", "EngineProcess"]
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_BUILDER = "phloem.engine.build:build_core"
 _RECV_BYTES = 1 << 16
-_EXIT_GRACE_S = 5.0
+EXIT_GRACE_S = 5.0
 
 
 class EngineProcess:
@@ -94,7 +94,7 @@ class EngineProcess:
             return EngineDead(f"the engine process was killed by {signal.Signals(-code).name}")
         return EngineDead(f"the engine process ended with status {code}")
 
-    def stop(self, *, grace_s: float = _EXIT_GRACE_S) -> None:
+    def stop(self, *, grace_s: float = EXIT_GRACE_S) -> None:
         """Wait for the child to end; kill it after `grace_s`. Blocks; idempotent."""
         try:
             self._process.wait(grace_s)

@@ -32,6 +32,18 @@ HANG, CRASH, RAISE, SCRIPT = 290, 291, 292, 293
 BUILDER = "tests.engine.fakes:build_fake"
 BROKEN_BUILDER = "tests.engine.fakes:build_broken"
 
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+    "eos_token_id": EOS,
+}
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'bad' %}{{ raise_exception('no such role') }}"
     "{% endif %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}"
@@ -67,7 +79,7 @@ def write_model(folder: Path) -> Path:
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     config = {"eos_token": "<eos>", "bos_token": None, "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder
 
 

@@ -291,12 +291,10 @@ async def test_failing_worker_ends_requests_with_an_error_and_then_the_process(
     await engine.close()
 
 
-async def test_hung_engine_turns_health_red_and_close_still_works(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("phloem.engine.process._EXIT_GRACE_S", 0.2)
+async def test_hung_engine_turns_health_red_and_close_still_works(model: Path) -> None:
     engine = AsyncEngine.launch(fake_config(model), builder=BUILDER)
     engine.hang_s = 0.3
+    engine.exit_grace_s = 0.1
     assert engine.health().alive
     task = asyncio.create_task(answer(engine, ask("hang", [HANG])))
     await until(lambda: not engine.health().alive)
