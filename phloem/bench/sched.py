@@ -35,7 +35,7 @@ VOCAB_SIZE = 32_000
 
 def run(quick: bool = False) -> dict[str, Any]:
     """Medians in microseconds, with all samples."""
-    steps = 200 if quick else 1000
+    steps = 100 if quick else 1000
     churn = {"max_running": NUM_RUNNING, "num_pages": 12_000, "max_tokens": (16, 96)}
     no_room = {"max_running": 2 * NUM_RUNNING, "num_pages": 3_000, "max_tokens": (600, 600)}
     cases: list[tuple[str, int, dict[str, Any]]] = [

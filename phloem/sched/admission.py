@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Admission", "Headroom"]
 
-MATCHES_PER_PASS = 48
+# Matches of queued requests in one pass; a long prompt counts as several.
 REFRESHES_PER_PASS = 16
-TOKENS_PER_CREDIT = 8192  # a long match costs more than one credit of MATCHES_PER_PASS
+TRIES_PER_PASS = 32
+TOKENS_PER_CREDIT = 8192
 
 
 class Verdict(enum.Enum):
@@ -111,9 +112,10 @@ class Admission:
         self.headroom.on_pass()
         if not len(self._queue) or not self._running.tables.num_free:
             return
-        self._credit = MATCHES_PER_PASS
         if self._policy.uses_cache:
+            self._credit = REFRESHES_PER_PASS
             self._refresh_matches(view)
+        self._credit = TRIES_PER_PASS
         self._look_at_running(self._running)
         for request, barrier in self._queue.candidates(view):
             if not self._may_try():
@@ -140,9 +142,9 @@ class Admission:
 
     def _refresh_matches(self, view: PolicyView) -> None:
         """Bring a bounded number of queued requests up to date, in turn."""
-        for _ in range(min(REFRESHES_PER_PASS, len(self._queue))):
-            request = self._queue.next_to_refresh()
-            if request is None or self._credit <= MATCHES_PER_PASS // 2:
+        for _ in range(REFRESHES_PER_PASS):
+            request = self._queue.next_to_refresh() if self._credit > 0 else None
+            if request is None:
                 return
             before = request.matched_pages
             self.find_match(request)

@@ -175,3 +175,18 @@ def test_min_tokens_holds_even_if_the_worker_samples_a_stop():
     rig.run()
     assert [len(answer) for answer in rig.answers.values()] == [1, 2, 6]
     assert {chunk.finish for chunk in rig.last.values()} == {FinishReason.STOP}
+
+
+def test_very_long_prompts_under_load_start_too():
+    """A match that costs more than the matches of one pass is still made."""
+    rng = random.Random(11)
+    rig = Rig(page_size=64, num_pages=12_000, max_model_len=600_000, max_prefill_tokens=300_000)
+    rig.loop._worker = CostWorker(VirtualClock())
+    rig.add("busy", prompt_of(rng, 64), max_tokens=5_000)
+    rig.step(2)
+    long = list(range(500_000))
+    rig.add("long", long, max_tokens=2)
+    rig.add("longer", [*long, 1], max_tokens=2)
+    rig.step(100)
+    assert {"long", "longer"} <= set(rig.last)
+    assert rig.last["longer"].cached.total == 500_000 // 64 * 64
