@@ -153,6 +153,19 @@ def fork(work: Callable[[], None]) -> int:
     raise AssertionError("unreachable")
 
 
+def kill_after(pid: int, log: Log, num_objects: int, draw: random.Random) -> int:
+    """Kill a moment after so many objects, unless it dies by itself; returns its wait status."""
+    end = time.monotonic() + 5.0
+    while len(log.names()) < num_objects and time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status
+        time.sleep(0.0005)
+    time.sleep(draw.uniform(0, 0.02))
+    os.kill(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]
+
+
 def kill_loop(path: str, seed: int, num_points: int) -> dict[str, int]:
     draw = random.Random(seed)
     log = Log()
@@ -163,16 +176,8 @@ def kill_loop(path: str, seed: int, num_points: int) -> dict[str, int]:
         log.clear()
         first = name
         pid = fork(lambda p=point, f=first: live(path, seed * 1000 + p, log, f))
-        end = time.monotonic() + draw.uniform(0.002, 0.06)
-        status = None
-        while time.monotonic() < end and status is None:
-            done, code = os.waitpid(pid, os.WNOHANG)
-            status = code if done else None
-            time.sleep(0.0005)
-        if status is None:
-            os.kill(pid, signal.SIGKILL)
-            _, status = os.waitpid(pid, 0)
-        totals["killed"] += os.WIFSIGNALED(status)
+        wait_for = draw.choice([0, 1, 10, 30])  # acknowledged objects; 0: perhaps while opening
+        totals["killed"] += os.WIFSIGNALED(kill_after(pid, log, wait_for, draw))
         name = max([first, *log.names()]) + 30  # names of a batch in flight are not used again
 
         def verify(newest: int = name) -> None:

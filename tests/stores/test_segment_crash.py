@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def drive(*args: object) -> dict[str, int]:
     command = [sys.executable, "-m", "tests.stores.driver", *map(str, args)]
     root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr
     result: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     result["complaints"] = len(done.stderr.splitlines())
@@ -19,6 +21,7 @@ def drive(*args: object) -> dict[str, int]:
     return result
 
 
+@pytest.mark.timeout(180)
 def test_killed_at_200_points_it_never_serves_a_wrong_page(tmp_path: Path) -> None:
     """No wrong page; what is offered is there; what was acknowledged is there; bound respected."""
     result = drive("kill", tmp_path / "store", 20_26, 200)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 
 import xxhash
 
@@ -59,13 +60,21 @@ class Catalog:
                 if index not in found or found[index].st_ino != segment.inode:
                     self._forget(segment)
             self.unreadable &= found.keys()
-            for index, stat in found.items():
-                self._visit(index, stat)
+            changed = [s for index, stat in found.items() if (s := self._visit(index, stat))]
+            for segment in changed:  # all heads first: they tell which segments are sealed
+                self._try(segment, self._read_head)
+            for segment in changed:
+                self._try(segment, self._scan_frames)
 
     def rescan(self, segment: Segment) -> None:
         """Read the segment's frames again from where they were known to end."""
         with self._lock:
-            self._scan(segment, -1)
+            self._try(segment, self._read_head)
+            self._try(segment, self._scan_frames)
+
+    def is_sealed(self, segment: Segment) -> bool:
+        """Whether its writer has left it in order, so that no frame of it is torn."""
+        return any(other.seals == segment.generation for other in list(self.segments.values()))
 
     def _stat_all(self) -> dict[int, os.stat_result]:
         found = {}
@@ -81,23 +90,25 @@ class Catalog:
         self._index.forget_segment(segment)
         del self.segments[segment.index]
 
-    def _visit(self, index: int, stat: os.stat_result) -> None:
+    def _visit(self, index: int, stat: os.stat_result) -> Segment | None:
+        """The segment, if it has to be scanned again."""
         segment = self.segments.get(index)
         if segment is None:
             try:
                 file = BlockFile(self._directory.segment_path(index))
             except OSError:
                 self.unreadable.add(index)
-                return
+                return None
             self.unreadable.discard(index)
             segment = self.segments[index] = Segment(index, file, stat.st_ino)
         if segment.owned:  # cut off under us: what is written now would lie behind a hole
             segment.broken |= stat.st_size < self._directory.geometry.segment_bytes
-            return
+            return None
         if segment.scanned_ns == stat.st_mtime_ns:
-            return
+            return None
         is_fresh = time.time_ns() - stat.st_mtime_ns < MTIME_TICK_NS
-        self._scan(segment, -1 if is_fresh else stat.st_mtime_ns)
+        segment.scanned_ns = -1 if is_fresh else stat.st_mtime_ns
+        return segment
 
     def own(self, segment: Segment) -> None:
         """From now on this process writes the segment, and no scan touches it."""
@@ -127,14 +138,15 @@ class Catalog:
             if self.segments.get(segment.index) is segment:
                 self._forget(segment)
 
-    def _scan(self, segment: Segment, mtime_ns: int) -> None:
+    def _try(self, segment: Segment, step: Callable[[Segment], None]) -> None:
+        """One step of a scan; a segment that cannot be read has nothing to offer."""
         try:
-            self._scan_frames(segment)
+            step(segment)
         except OSError:
             segment.broken = True
+            segment.generation = 0
             self._index.forget_segment(segment)
         finally:
-            segment.scanned_ns = mtime_ns
             self._scratch.reset()
 
     def _scan_frames(self, segment: Segment) -> None:
@@ -143,11 +155,10 @@ class Catalog:
         The last frame of an unsealed segment may be half-written: of it only those objects are
         believed that verify, and the tail stays before it.
         """
-        block = self._scratch.take(BLOCK)
-        self._read_head(segment, block)
         segment.torn = None
         if segment.generation == 0:
             return
+        block = self._scratch.take(BLOCK)
         end = self._directory.geometry.segment_bytes
         frames: list[FrameHead] = []
         at = segment.tail
@@ -157,7 +168,7 @@ class Catalog:
                 break
             frames.append(frame)
             at += frame.num_bytes
-        if frames and not segment.sealed:
+        if frames and not self.is_sealed(segment):
             last = frames.pop()
             whole = tuple(entry for entry in last.entries if self._is_whole(segment, entry))
             frames.append(last._replace(entries=whole))
@@ -168,8 +179,9 @@ class Catalog:
             self._index.add(segment, frame.entries)
         segment.tail = at
 
-    def _read_head(self, segment: Segment, block: memoryview) -> None:
+    def _read_head(self, segment: Segment) -> None:
         """Find out which life the segment is in; a new one means that its objects are gone."""
+        block = self._scratch.take(BLOCK)
         got = segment.file.read([block], 0)
         head = unpack_segment_head(block) if got == BLOCK else None
         if head is not None and head.size_bytes != self._directory.geometry.segment_bytes:
@@ -179,7 +191,7 @@ class Catalog:
             segment.tail = BLOCK
         segment.generation = head.generation if head else 0
         segment.sequence = head.sequence if head else 0
-        segment.sealed = bool(head and head.sealed)
+        segment.seals = head.seals if head else 0
 
     def _is_whole(self, segment: Segment, entry: Entry) -> bool:
         view = self._scratch.take(padded(entry.length))

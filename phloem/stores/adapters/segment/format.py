@@ -10,7 +10,7 @@
 
 A segment is recycled in place: it gets a new random generation, so that what its former life left
 behind is not a frame any more, wherever it lies. A frame is written by one call, head and payloads
-together; when that was torn, the payloads' own checksums tell.
+together (the first one with the segment's head); when that was torn, the checksums tell.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 BLOCK = 4096  # a multiple of every usual device's logical block
 VERSION = 1
 
-_SEGMENT = struct.Struct("<8sIIQQQ")  # magic, version, sealed, size, generation, sequence
+_SEGMENT = struct.Struct("<8sIIQQQQ")  # magic, version, 0, size, generation, sequence, seals
 _SEGMENT_MAGIC = b"PHLMSEG\x00"
 _FRAME = struct.Struct("<8sIIQQQ")  # magic, version, entries, generation, offset, frame bytes
 _FRAME_MAGIC = b"PHLMFRM\x00"
@@ -52,13 +52,14 @@ MAX_ENTRIES = (_DIGEST_AT - _FRAME.size) // _ENTRY.size
 class SegmentHead(NamedTuple):
     """The first block of a segment. `sequence` grows from one taking of a segment to the next.
 
-    `sealed`: its writer has left it in order. The last frame of an unsealed segment may be torn.
+    `seals` is the generation of the segment that the same writer filled before, 0 if none: all
+    frames of that one are complete. Of any other segment the last frame may be torn.
     """
 
-    sealed: bool
     size_bytes: int
     generation: int
     sequence: int
+    seals: int
 
 
 class Entry(NamedTuple):
@@ -99,7 +100,7 @@ def _is_whole(block: bytes | memoryview) -> bool:
 def pack_segment_head(head: SegmentHead) -> bytes:
     """The head as one block."""
     block = bytearray(BLOCK)
-    _SEGMENT.pack_into(block, 0, _SEGMENT_MAGIC, VERSION, *head)
+    _SEGMENT.pack_into(block, 0, _SEGMENT_MAGIC, VERSION, 0, *head)
     return _close_block(block)
 
 
@@ -107,10 +108,8 @@ def unpack_segment_head(block: bytes | memoryview) -> SegmentHead | None:
     """The head in a block, or None if the block is anything else."""
     if len(block) != BLOCK or bytes(block[:8]) != _SEGMENT_MAGIC or not _is_whole(block):
         return None
-    _, version, sealed, size_bytes, generation, sequence = _SEGMENT.unpack_from(block)
-    if version != VERSION:
-        return None
-    return SegmentHead(bool(sealed), size_bytes, generation, sequence)
+    _, version, _, *head = _SEGMENT.unpack_from(block)
+    return SegmentHead(*head) if version == VERSION else None
 
 
 def pack_frame_head(generation: int, head: FrameHead) -> bytes:

@@ -19,7 +19,8 @@ class Segment:
         self.inode = inode
         self.generation = 0  # 0: no valid head was found
         self.sequence = 0
-        self.sealed = False
+        self.seals = 0  # the generation of the segment that its writer completed before
+        self.head_due = False  # owned, and its new head will be written with the first frame
         self.tail = 0  # bytes that are known to be frames; what comes next is not known
         self.torn: FrameHead | None = None  # the frame at the tail: only these entries are whole
         self.owned = False  # we write it: nobody else does

@@ -73,21 +73,26 @@ class SegmentWriter:
         self._scratch = Scratch()
         self._segment: Segment | None = None
         self._may_resume = True
+        self._completed = 0  # generation of the segment that we filled last
         self._refusal = Status.FULL  # why there is no segment
 
     def append(self, items: Sequence[Item]) -> list[Status]:
         """Write the objects, publish those that were written. FULL, BUSY or ERROR for the rest."""
+        digests = [digest_of(item) for item in items]  # beside another thread's write
         with self._lock:
-            statuses, dirty = self._append(items)
+            statuses, dirty = self._append(items, digests)
             for file in dirty if self._sync else ():
                 file.sync()
             return statuses
 
-    def _append(self, items: Sequence[Item]) -> tuple[list[Status], set[BlockFile]]:
+    def _append(
+        self, items: Sequence[Item], digests: Sequence[int]
+    ) -> tuple[list[Status], set[BlockFile]]:
         statuses: list[Status] = []
         dirty: set[BlockFile] = set()
         while len(statuses) < len(items):
-            todo = items[len(statuses) :]
+            first = len(statuses)
+            todo = items[first:]
             count = self._num_fitting(todo)
             if count == 0:
                 if not self._take_segment():
@@ -97,7 +102,7 @@ class SegmentWriter:
             assert self._segment is not None, "objects fit into no segment"
             dirty.add(self._segment.file)
             try:
-                self._write_frame(self._segment, todo[:count])
+                self._write_frame(self._segment, todo[:count], digests[first : first + count])
                 statuses += [Status.OK] * count
             except OSError as error:
                 self._abandon(error)
@@ -118,24 +123,33 @@ class SegmentWriter:
                 return count
         return min(len(items), MAX_ENTRIES)
 
-    def _write_frame(self, segment: Segment, items: Sequence[Item]) -> None:
+    def _write_frame(self, segment: Segment, items: Sequence[Item], digests: Sequence[int]) -> None:
         self._scratch.reset()
+        views = [self._segment_head(segment)] if segment.head_due else []
         head_block = self._scratch.take(BLOCK)
-        views = [head_block]
+        views.append(head_block)
         entries = []
         at = segment.tail + BLOCK
-        for item in items:
+        for item, digest in zip(items, digests, strict=True):
             win = window(item, self._scratch)
             fill_bounce(item, win)
             views += win.views
-            entries.append(Entry(item.key, num_bytes(item), at, digest_of(item)))
+            entries.append(Entry(item.key, num_bytes(item), at, digest))
             at += padded(num_bytes(item))
         frame = FrameHead(segment.tail, at - segment.tail, tuple(entries))
         head_block[:] = pack_frame_head(segment.generation, frame)
-        segment.file.write(views, segment.tail)
+        segment.file.write(views, 0 if segment.head_due else segment.tail)
+        segment.head_due = False
         self._index.add(segment, frame.entries)
         segment.tail = at
         self.counters["written_bytes"] += frame.num_bytes
+
+    def _segment_head(self, segment: Segment) -> memoryview:
+        size = self._directory.geometry.segment_bytes
+        head = SegmentHead(size, segment.generation, segment.sequence, segment.seals)
+        block = self._scratch.take(BLOCK)
+        block[:] = pack_segment_head(head)
+        return block
 
     def _abandon(self, error: OSError) -> None:
         """A write failed: what is at the tail is not known, so nobody shall take it for a frame."""
@@ -164,25 +178,12 @@ class SegmentWriter:
         with contextlib.suppress(OSError):
             fcntl.flock(segment.file.fd, fcntl.LOCK_UN)
 
-    def _seal(self) -> None:
-        segment = self._segment
-        if segment is not None and not segment.broken:
-            with contextlib.suppress(OSError):  # only costs a check at the next start
-                self._write_head(segment, sealed=True)
-        self._leave()
-
-    def _write_head(self, segment: Segment, *, sealed: bool = False) -> None:
-        size = self._directory.geometry.segment_bytes
-        head = SegmentHead(sealed, size, segment.generation, segment.sequence)
-        self._scratch.reset()
-        block = self._scratch.take(BLOCK)
-        block[:] = pack_segment_head(head)
-        segment.file.write([block], 0)
-        segment.sealed = sealed
-
     def _take_segment(self) -> bool:
         """Own a segment with room, or say in `_refusal` why there is none."""
-        self._seal()
+        full = self._segment
+        if full is not None and not full.broken:
+            self._completed = full.generation
+        self._leave()
         try:
             with self._directory.exclusive():
                 self._catalog.refresh()
@@ -219,14 +220,14 @@ class SegmentWriter:
         """The youngest segment that a former process left with room in it."""
         size = self._directory.geometry.segment_bytes
         for segment in reversed(self._catalog.by_age()):
-            has_room = 0 < segment.tail < size - size // 8
-            if segment.sealed or segment.broken or not segment.generation or not has_room:
+            has_room = segment.generation and segment.tail < size - size // 8
+            if segment.broken or not has_room or self._catalog.is_sealed(segment):
                 continue
             if try_flock(segment.file.fd):
                 generation = segment.generation
                 self._catalog.rescan(segment)
                 self._catalog.own(segment)
-                is_same = segment.generation == generation and not segment.sealed
+                is_same = segment.generation == generation
                 if is_same and self._mend(segment):
                     self.counters["segments_resumed"] += 1
                     return segment
@@ -275,10 +276,11 @@ class SegmentWriter:
         youngest = max((s.sequence for s in self._catalog.by_age()), default=0)
         segment.generation = secrets.randbits(63) | 1
         segment.sequence = youngest + 1
+        segment.seals, self._completed = self._completed, 0
         segment.tail = BLOCK
+        segment.head_due = True
         try:
             os.posix_fallocate(segment.file.fd, 0, self._directory.geometry.segment_bytes)
-            self._write_head(segment)
         except OSError as error:
             self.counters[f"begin_errno_{error.errno}"] += 1
             segment.generation = 0
@@ -317,12 +319,14 @@ class SegmentWriter:
         return [item for item, s in zip(items, statuses, strict=True) if s is Status.OK]
 
     def _rewrite(self, segment: Segment, rescued: list[Item]) -> None:
+        digests = [digest_of(item) for item in rescued]
         at = 0
         try:
             while at < len(rescued):
                 count = self._num_fitting(rescued[at:])
-                self._write_frame(segment, rescued[at : at + count])
-                at += count
+                end = at + count
+                self._write_frame(segment, rescued[at:end], digests[at:end])
+                at = end
             self.counters["rescued_objects"] += len(rescued)
         except OSError as error:
             self._abandon(error)
