@@ -61,8 +61,6 @@ class Leader:
         self.reservations: set[Reservation] = set()  # open now; never iterated to decide anything
         self._freed: list[bytes] = []
 
-    # -- ghosts ------------------------------------------------------------------------
-
     def recall(self, match: Match) -> None:
         """Count the pages right after the match that were cached once."""
         tree = self.tree
@@ -70,8 +68,6 @@ class Leader:
         if start < match.end:
             key = tree.chain_key(match.node, match.node_pages, match.namespace)
             self.ghosts.recall(tree.hasher, key, match.tokens, start, match.end, tree.page_bytes)
-
-    # -- room --------------------------------------------------------------------------------
 
     @property
     def evictable_pages(self) -> int:
@@ -120,8 +116,6 @@ class Leader:
         freed = b"".join(self._freed)
         self._freed.clear()
         return freed
-
-    # -- tree --------------------------------------------------------------------------------
 
     def lock(self, node: Node, above: Node) -> None:
         """Lock the path from `node` up to, without, `above`."""

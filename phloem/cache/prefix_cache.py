@@ -65,8 +65,6 @@ class PrefixCache:
         self._tree = self.state.tree
         self._page_bytes = self._tree.page_bytes
 
-    # -- asking ------------------------------------------------------------------------------
-
     def match(self, namespace: bytes, tokens: bytes, max_pages: int | None = None) -> Match:
         """The longest committed prefix of whole pages. Changes nothing, locks nothing."""
         page_bytes = self._page_bytes
@@ -85,8 +83,6 @@ class PrefixCache:
         if num_new_pages > room:
             return False
         return num_new_pages <= room - leader.unlocked_on_path(match)
-
-    # -- changing ----------------------------------------------------------------------------
 
     def reserve(self, match: Match, num_new_pages: int, *, share: bool = True) -> Reservation:
         """Lock what matched and allocate `num_new_pages` more, evicting others' if needed.
@@ -137,8 +133,6 @@ class PrefixCache:
         """Refs freed since the last call, in order (n,); always empty unless record_freed."""
         packed = self.leader.take_freed()
         return np.frombuffer(packed, REF_DTYPE) if packed else NO_REFS
-
-    # -- counting ----------------------------------------------------------------------------
 
     @property
     def version(self) -> int:

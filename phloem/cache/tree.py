@@ -68,8 +68,6 @@ class RadixTree:
         self.version = 0
         self.epoch = 0
 
-    # -- reading -----------------------------------------------------------------------------
-
     def find(self, namespace: bytes, tokens: bytes, end: int) -> tuple[Node, int, int]:
         """The longest known prefix of tokens[:end] (`end` in bytes, a multiple of the page).
 
@@ -120,8 +118,6 @@ class RadixTree:
         if node is self.root:
             return self.hasher(namespace, 0)
         return unpack_keys(node.chain[(num_pages - 1) * KEY_BYTES : num_pages * KEY_BYTES])[0]
-
-    # -- shape -------------------------------------------------------------------------------
 
     def insert(self, parent: Node, namespace: bytes, tokens: bytes, refs: bytes, now: int) -> Node:
         """Add a leaf with one lock; the caller's lock on `parent` counts it already."""
@@ -232,8 +228,6 @@ class RadixTree:
         self.version += 1
         self.epoch += 1
 
-    # -- locks -------------------------------------------------------------------------------
-
     def lock(self, node: Node, above: Node) -> list[Node]:
         """Lock the path from `node` up to, without, `above`. Returns nodes that were unlocked."""
         fresh = []
@@ -274,8 +268,6 @@ class RadixTree:
         if idle and idle[0].detached:
             return [], self._drop_detached(idle)
         return idle, b""
-
-    # -- whole -------------------------------------------------------------------------------
 
     def digest(self) -> bytes:
         """A fingerprint of every node and every counter."""

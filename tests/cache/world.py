@@ -47,8 +47,6 @@ class World:
             self.follower = CacheState(cache.page_size, cache.num_pages)
             cache.leader.log.attach(self.follower)
 
-    # -- what must be so ---------------------------------------------------------------------
-
     def prefix(self, namespace: bytes, tokens: bytes, pages: int) -> Prefix:
         return namespace, tokens[: pages * self.page]
 
@@ -82,8 +80,6 @@ class World:
             del left[victim]
             out.append(victim)
         return out
-
-    # -- steps -------------------------------------------------------------------------------
 
     def match(self, namespace: bytes, tokens: bytes) -> Match:
         """Ask, and compare the answer with the dictionary."""
@@ -193,8 +189,6 @@ class World:
             runner.share = False
             runner.shared = 0
         self._settle(evicting=None)
-
-    # -- checks ------------------------------------------------------------------------------
 
     def _settle(self, *, evicting: int | None, expected: list[Prefix] | None = None) -> None:
         """Look at what was freed; then at everything else."""
