@@ -1,0 +1,260 @@
+"""The real worker under the real scheduler and cache, and `cold`: the oracle of every journey.
+
+cold(x) is the same engine with every cache off, one request, one chunk. Logits are compared at
+every position that was computed, teacher-forced on cold's tokens: the cold pass gets the finished
+sequence as its prompt. Freed pages are filled with NaN, so a read of one cannot pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from phloem.cache import PrefixCache, check_invariants
+from phloem.core.clock import VirtualClock
+from phloem.core.namespace import make_namespace
+from phloem.core.plan import RowInit, StepPlan, StepResult
+from phloem.core.refs import slot_of
+from phloem.core.request import FinishReason, GenerateRequest, OutputChunk, SamplingParams
+from phloem.core.tokens import tokens_to_bytes
+from phloem.loop import EngineLoop
+from phloem.sched import Scheduler, SchedulerConfig
+from phloem.worker import Hooks, LoadedWorker, WorkerOptions, load_worker
+
+__all__ = ["Answer", "Cold", "Rig"]
+
+RELATIVE = 1e-4  # of the largest logit at the position, or of the largest element of the page
+MAX_LEN = 512
+NAMESPACE = make_namespace(model="tiny")
+
+
+def _load(path: Path, page_size: int, num_pages: int, hooks: Hooks, inline: bool) -> LoadedWorker:
+    options = WorkerOptions(
+        dtype="fp32",
+        page_size=page_size,
+        num_pages=num_pages,
+        max_running=16,
+        max_model_len=MAX_LEN,
+        threads=1,
+        hooks=hooks,
+        inline=inline,
+    )
+    return load_worker(path, options)
+
+
+def close_enough(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Within RELATIVE of the largest element; NaN never is."""
+    return bool((ours - theirs).abs().max() <= RELATIVE * theirs.abs().max())
+
+
+class Recorder:
+    """Sits before a worker and remembers which serial belongs to which tokens."""
+
+    def __init__(self, loaded: LoadedWorker) -> None:
+        self.worker = loaded.worker
+        self.inits: dict[int, RowInit] = {}
+        self.num_chunks = 0
+
+    def submit(self, plan: StepPlan) -> None:
+        self.inits.update((init.serial, init) for init in plan.admitted)
+        self.num_chunks += sum(row.count > 1 for row in plan.rows)
+        self.worker.submit(plan)
+
+    def collect(self) -> StepResult:
+        return self.worker.collect()
+
+    def close(self) -> None:
+        self.worker.close()
+
+
+@dataclass
+class Answer:
+    """What became of one request."""
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    cached: int = 0
+    error: str | None = None
+
+
+class Rig:
+    """One engine without its processes. Close it, or use it as a context."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        page_size: int,
+        num_pages: int,
+        prefix_cache: bool = True,
+        overlap: bool = True,
+        max_prefill_tokens: int = MAX_LEN,
+        max_running: int = 8,
+    ) -> None:
+        self.page_size = page_size
+        self.logits: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
+        hooks = Hooks(capture_logits=self._capture, nan_fill=True)
+        self.loaded = _load(path, page_size, num_pages, hooks, inline=not overlap)
+        self.recorder = Recorder(self.loaded)
+        self.cache = PrefixCache(
+            page_size=page_size, num_pages=(num_pages,), enabled=prefix_cache, record_freed=True
+        )
+        config = SchedulerConfig(
+            max_model_len=MAX_LEN,
+            max_running=max_running,
+            max_prefill_tokens=max_prefill_tokens,
+            overlap=overlap,
+        )
+        self.scheduler = Scheduler(config, self.cache)
+        self.loop = EngineLoop(self.scheduler, self.recorder, VirtualClock(), self._emit)
+        self.answers: dict[str, Answer] = {}
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loop.run_until_idle()
+        self.recorder.close()
+
+    def add(self, prompt: list[int], max_tokens: int, *, salt: str | None = None) -> str:
+        """Queue a greedy request; returns its id."""
+        request_id = f"r{len(self.answers)}"
+        self.answers[request_id] = Answer(prompt)
+        namespace = NAMESPACE if salt is None else make_namespace(model="tiny", salt=salt)
+        self.loop.add(
+            GenerateRequest(
+                request_id=request_id,
+                tokens=tokens_to_bytes(prompt),
+                sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+                namespace=namespace,
+            )
+        )
+        return request_id
+
+    def ask(self, prompt: list[int], max_tokens: int, *, salt: str | None = None) -> Answer:
+        """One request, to its end, on an engine that has nothing else to do."""
+        request_id = self.add(prompt, max_tokens, salt=salt)
+        self.loop.run_until_idle()
+        return self.answers[request_id]
+
+    def _capture(self, serial: int, start: int, logits: torch.Tensor) -> None:
+        for i, row in enumerate(logits):
+            self.logits[serial][start + i] = row.clone()
+
+    def _emit(self, chunks: object) -> None:
+        for chunk in chunks:  # type: ignore[attr-defined]
+            self._take(chunk)
+
+    def _take(self, chunk: OutputChunk) -> None:
+        answer = self.answers[chunk.request_id]
+        answer.tokens += chunk.tokens
+        answer.cached = chunk.cached.total
+        answer.finish = chunk.finish or answer.finish
+        answer.error = chunk.error or answer.error
+
+
+class Cold:
+    """Answers and logits with nothing cached; remembered by sequence."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.continuation = functools.lru_cache(maxsize=None)(self._continuation)
+        self.logits = functools.lru_cache(maxsize=None)(self._logits)
+        self._rig = Rig(path, page_size=16, num_pages=MAX_LEN // 16 + 1, prefix_cache=False)
+
+    def answer(self, prompt: list[int], max_tokens: int) -> list[int]:
+        """The greedy continuation."""
+        return list(self.continuation(tuple(prompt), max_tokens))
+
+    def _continuation(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+        return tuple(self._rig.ask(list(prompt), max_tokens).tokens)
+
+    def _logits(self, sequence: tuple[int, ...]) -> torch.Tensor:
+        """Logits (len(sequence), vocab) of one pass over all of it."""
+        self._rig.logits.clear()
+        self._rig.ask(list(sequence), 1)
+        (by_position,) = self._rig.logits.values()
+        return torch.stack([by_position[i] for i in range(len(sequence))])
+
+    def page_bytes(self, sequence: list[int], page_size: int) -> list[torch.Tensor]:
+        """KV of every full page of `sequence`, computed from nothing: the audit's reference."""
+        num_pages = -(-len(sequence) // page_size)
+        with Rig(self._path, page_size=page_size, num_pages=num_pages + 1) as rig:
+            rig.ask(sequence, 1)
+            match = rig.cache.match(NAMESPACE, tokens_to_bytes(sequence))
+            assert match.num_pages == len(sequence) // page_size
+            return [read_page(rig, int(ref)) for ref in match.refs()]
+
+
+def read_page(rig: Rig, ref: int) -> torch.Tensor:
+    """One page's KV as fp32, flat."""
+    return torch.from_numpy(
+        np.frombuffer(rig.loaded.worker.read_page(ref), dtype=np.float32).copy()
+    )
+
+
+def check_tokens(rig: Rig, cold: Cold) -> None:
+    """Every finished answer is cold's, and every aborted one is the beginning of it."""
+    for name, answer in rig.answers.items():
+        assert answer.error is None, f"{name} failed: {answer.error}"
+        expected = cold.answer(answer.prompt, max(1, len(answer.tokens)))
+        assert answer.tokens == expected[: len(answer.tokens)], f"{name} differs from cold"
+
+
+def check_logits(rig: Rig, cold: Cold) -> int:
+    """Compare every captured position with cold's; returns how many there were."""
+    num_compared = 0
+    for serial, by_position in rig.logits.items():
+        init = rig.recorder.inits[serial]
+        prompt = tokens_of(init)[: init.num_prompt_tokens]
+        same = [a.prompt + a.tokens for a in rig.answers.values() if a.prompt == prompt]
+        sequence = max(same, key=len)  # greedy: of one prompt they are beginnings of one another
+        expected = cold.logits(tuple(sequence))
+        for position, logits in by_position.items():
+            if position >= len(sequence):
+                continue  # the wasted row of a request that had ended
+            assert close_enough(logits, expected[position]), f"serial {serial} at {position}"
+            num_compared += 1
+    return num_compared
+
+
+def tokens_of(init: RowInit) -> list[int]:
+    """The tokens a row was started with."""
+    return np.frombuffer(init.tokens, dtype="<i4").tolist()
+
+
+def check_pages(rig: Rig, cold: Cold) -> int:
+    """The audit: recompute every leaf's path and compare every page of it, byte for byte but for
+    the rounding of differently shaped matrix products. Returns how many pages were compared."""
+    tree = rig.cache.state.tree
+    num_compared = 0
+    for leaf in [n for n in tree.nodes.values() if n is not tree.root and not n.children]:
+        path = []
+        node = leaf
+        while node is not tree.root:
+            path.append(node)
+            node = node.parent
+        path.reverse()
+        tokens = np.frombuffer(b"".join(n.key for n in path), dtype="<i4").tolist()
+        refs = np.frombuffer(b"".join(n.refs for n in path), dtype=np.int64)
+        for page, expected in enumerate(cold.page_bytes(tokens, rig.page_size)):
+            held = read_page(rig, int(refs[page]))
+            slot = slot_of(int(refs[page]))
+            assert close_enough(held, expected), f"page {page} of {leaf} (slot {slot}) is wrong"
+            num_compared += 1
+    return num_compared
+
+
+def check_all(rig: Rig, cold: Cold) -> None:
+    """Tokens, logits, invariants at idle, and page bytes."""
+    rig.loop.run_until_idle()
+    check_tokens(rig, cold)
+    assert check_logits(rig, cold) > 0
+    check_invariants(rig.cache, idle=True)
+    check_pages(rig, cold)
