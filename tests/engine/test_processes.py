@@ -241,16 +241,19 @@ async def test_cache_salt_separates_tenants(engine: AsyncEngine) -> None:
 
 
 async def test_queue_limit(model: Path) -> None:
+    """Three that never end fill it; one leaves, and there is room for one more."""
     engine = AsyncEngine.launch(fake_config(model, max_running=1, max_queued=2), builder=BUILDER)
-    streams = [engine.generate(ask(f"{i}", max_tokens=400)) for i in range(3)]
-    first = [asyncio.ensure_future(anext(stream)) for stream in streams]
+    engine.exit_grace_s = 0.1
+    tasks = [asyncio.create_task(answer(engine, ask(f"{i}", [HANG]))) for i in range(3)]
     await until(lambda: len(engine._by_engine_id) == 3)
     with pytest.raises(Overloaded):
         await answer(engine, ask("one too many"))
-    for future in first:
-        future.cancel()
-    await asyncio.gather(*first, return_exceptions=True)
+    tasks[0].cancel()
+    await asyncio.gather(tasks[0], return_exceptions=True)
+    tasks.append(asyncio.create_task(answer(engine, ask("fits now", [HANG]))))
+    await until(lambda: len(engine._by_engine_id) == 3)
     await engine.close()
+    assert {(await task).finish for task in tasks[1:]} == {FinishReason.ABORT}
 
 
 async def test_killed_child_ends_every_waiting_request_at_once(model: Path) -> None:
