@@ -1,9 +1,10 @@
-"""`phloem bench tree | sched | serve | prefix`."""
+"""`phloem bench serve | prefix`, and the benches that need no server."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,9 @@ from phloem.core.errors import ConfigError
 
 __all__ = ["run"]
 
+# Benches that need no server: `phloem.bench.NAME.run(quick=...)`.
+MICRO = ("tree", "sched", "stores")
+
 _HELP = """\
 usage: phloem bench WHAT [flags]
 
@@ -35,6 +39,7 @@ usage: phloem bench WHAT [flags]
   prefix   what a cached prefix is worth: second turn against cold, and the throughput baseline
   tree     the prefix tree alone
   sched    a scheduler step alone
+  stores   the segment store against raw I/O and one file per page
 
 Every bench prints a table (stderr) and, as the last line of stdout, one JSON document.
 
@@ -55,8 +60,7 @@ def run(argv: Sequence[str]) -> int:
     benches: dict[str, Callable[[Sequence[str]], int]] = {
         "serve": _serve,
         "prefix": _prefix,
-        "tree": lambda words: _micro("tree", words),
-        "sched": lambda words: _micro("sched", words),
+        **{name: functools.partial(_micro, name) for name in MICRO},
     }
     if argv[0] not in benches:
         near = did_you_mean(argv[0], benches)

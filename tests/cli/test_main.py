@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import json
 import subprocess
 import sys
 import time
@@ -11,6 +14,7 @@ import pytest
 
 from phloem import __version__
 from phloem.cli import main
+from phloem.cli.bench import MICRO
 from phloem.cli.main import COMMANDS
 
 
@@ -77,6 +81,24 @@ def test_every_command_has_help_with_an_example(
         main([name, "--help"])
     assert leave.value.code == 0
     assert f"  phloem {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", MICRO)
+def test_every_micro_bench_has_the_one_face(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """`run(quick)` in its module; what it returns is printed in the common form."""
+    module = importlib.import_module(f"phloem.bench.{name}")
+    assert "quick" in inspect.signature(module.run).parameters
+    result = {"name": "x_us", "value": 1.5, "unit": "us", "samples": [1.0, 2.0]}
+    monkeypatch.setattr(module, "run", lambda quick: {"bench": name, "results": [result]})
+    assert main(["bench", name, "--quick"]) == 0
+    out, err = capsys.readouterr()
+    document = json.loads(out.splitlines()[-1])
+    assert document["bench"] == name
+    assert document["results"][0]["value"] == 1.5
+    assert {"cpu", "load_average"} <= set(document["machine"])
+    assert "x_us" in err
 
 
 def test_help_is_fast_and_imports_no_torch() -> None:
