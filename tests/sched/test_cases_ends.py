@@ -148,6 +148,24 @@ def test_an_error_of_one_row_ends_that_request_only(page_size: int):
     rig.check_idle()
 
 
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_what_a_failed_row_wrote_is_never_served(page_size: int):
+    """Its step is not committed: the same prompt is computed anew."""
+    rig = Rig(
+        page_size=page_size,
+        num_pages=100,
+        fail_row=lambda serial, index: "NaN in logits" if serial == 0 else None,
+    )
+    prompt = list(range(50))
+    rig.add("bad", prompt, max_tokens=8)
+    rig.run()
+    rig.add("again", prompt, max_tokens=8)
+    rig.run()
+    assert rig.last["bad"].finish is FinishReason.ERROR
+    assert rig.last["again"].cached.total == 0
+    rig.check_idle()
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_min_tokens_holds_back_every_stop(overlap: bool):
     """A stop id sampled before output number min_tokens neither ends nor appears."""

@@ -80,3 +80,18 @@ def test_o12_a_flush_in_the_middle_lets_the_waiting_go_on():
     rig.loop.flush()
     rig.run()
     rig.check_idle()
+
+
+def test_o12_nobody_waits_for_pages_that_a_flush_took_from_sight():
+    """What the leader computed before the flush is never found: the follower computes its own."""
+    rng = random.Random(13)
+    rig = Rig(page_size=4, num_pages=200, max_prefill_tokens=16)
+    prompt = prompt_of(rng, 200)
+    rig.add("leader", prompt, max_tokens=2)
+    rig.step(4)
+    rig.loop.flush()
+    rig.add("follower", [*prompt[:40], 1], max_tokens=2)
+    rig.run()
+    assert rig.started_at["follower"] < rig.started_at["leader"]
+    assert rig.last["follower"].cached.total == 0
+    rig.check_idle()

@@ -135,3 +135,21 @@ def test_skip_ahead_lets_a_small_request_past_one_that_does_not_fit():
     rig.run()
     assert start_order(rig) == ["busy", "small", "big"]
     rig.check_idle()
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_a_retracted_request_goes_before_all_that_wait(policy: str):
+    """It comes back first, and nobody takes the pages that it waits for."""
+    rng = random.Random(11)
+    rig = Rig(policy=policy, num_pages=24, page_size=4, max_running=2, headroom_tokens=0)
+    rig.add("old", prompt_of(rng, 20), max_tokens=60)
+    rig.step()
+    rig.add("new", prompt_of(rng, 20), max_tokens=60)
+    rig.step(2)
+    for number in range(3):
+        rig.add(f"urgent{number}", prompt_of(rng, 4), max_tokens=2, priority=5)
+    rig.run()
+    admitted = [init.tokens for plan in rig.worker.plans for init in plan.admitted]
+    again = [len(tokens) > 20 * 4 for tokens in admitted]
+    assert again.index(True) == 2, "one was retracted, and it started again right after"
+    rig.check_idle()
