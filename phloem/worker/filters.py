@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,9 +11,6 @@ from torch import Tensor
 from phloem.core.request import SamplingParams
 
 __all__ = ["filter_logits"]
-
-# The nucleus is nearly always among the first of these; only if not, everything is sorted.
-_FIRST = 1024
 
 
 def filter_logits(scaled: Tensor, params: Sequence[SamplingParams]) -> None:
@@ -33,11 +31,14 @@ def filter_logits(scaled: Tensor, params: Sequence[SamplingParams]) -> None:
 
 
 def _nucleus_limit(row: Tensor, top_p: float) -> Tensor:
-    """The logit of the last token of the smallest set whose probability reaches `top_p`."""
+    """The logit of the last token of the smallest set whose probability reaches `top_p`.
+
+    Only tokens of probability (1 - top_p) / V and more are sorted: all others together have less
+    than 1 - top_p, so the set is complete before the first of them.
+    """
     total = torch.logsumexp(row.double(), dim=-1)
-    for count in (min(_FIRST, row.shape[0]), row.shape[0]):
-        values = torch.topk(row, count).values
-        reached = torch.exp(values.double() - total).cumsum(dim=-1) >= top_p
-        if bool(reached[-1]):
-            return values[int(reached.int().argmax())]
-    return values[-1]
+    floor = total + math.log((1.0 - top_p) / row.shape[0])
+    values = torch.sort(row[row >= floor], descending=True).values
+    reached = torch.exp(values.double() - total).cumsum(dim=-1) >= top_p
+    # Rounding may leave the sum of all a hair below top_p; then the last one is the limit.
+    return values[int(reached.int().argmax())] if bool(reached[-1]) else values[-1]

@@ -13,6 +13,7 @@ import torch
 from phloem.core.plan import RowInit, RowPlan, StepPlan
 from phloem.core.request import SamplingParams
 from phloem.core.tokens import tokens_to_bytes
+from phloem.worker.filters import filter_logits
 from phloem.worker.randomness import uniform
 from phloem.worker.rows import RowTables
 from phloem.worker.sampler import Candidate, sample
@@ -105,14 +106,17 @@ def test_draws_follow_the_filtered_distribution(sampling):
         assert abs(counts[token] / 2000 - p) < 5 * spread + 1e-3, token
 
 
-def test_the_nucleus_may_need_a_full_sort():
-    """A flat distribution over more tokens than the fast path looks at."""
-    flat = torch.zeros(5000)
-    flat[4990:] = -1.0  # the last to be kept
-    rows = [candidate(i, top_p=0.9) for i in range(300)]
-    tokens = [r.token for r in sample(flat.repeat(300, 1), rows)]
-    assert max(tokens) < 4990
-    assert len(set(tokens)) > 250
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999, 1 - 1e-9])
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 6.0])
+def test_the_nucleus_is_the_smallest_set_that_reaches_top_p(top_p, spread):
+    """From flat to peaked, against a full sort."""
+    row = torch.from_numpy(np.random.default_rng(2).normal(0, spread, 3000)).float()
+    filtered = row[None].clone()
+    filter_logits(filtered, [SamplingParams(top_p=top_p)])
+    order = row.argsort(descending=True)
+    mass = torch.softmax(row.double(), dim=0)[order].cumsum(0)
+    size = int((mass < top_p).sum()) + 1
+    assert set(filtered[0].isfinite().nonzero()[:, 0].tolist()) == set(order[:size].tolist())
 
 
 def test_equal_logits_at_the_border_stay_together():
