@@ -151,7 +151,7 @@ class _Files:
 
 
 class _Store:
-    """The guarded segment store, a quarter larger than the arena: every round recycles."""
+    """The guarded segment store, half as large again as the arena: every round recycles."""
 
     def __init__(self, path: str, arena: memoryview, size: int, *, sync: bool) -> None:
         self._arena, self._size = arena, size
@@ -159,7 +159,7 @@ class _Store:
         self._path = os.path.join(path, "store")
         options = StoreOptions(
             location=self._path,
-            size_bytes=len(arena) + len(arena) // 4,
+            size_bytes=len(arena) // 2 * 3,
             num_threads=NUM_THREADS,
             sync=sync,
         )
@@ -167,7 +167,7 @@ class _Store:
         self._store.attach([Arena(0, arena)])
         self._round = 0
         self._keys: tuple[bytes, ...] = ()
-        for _ in range(2):  # every segment has been written at least once
+        for _ in range(3):  # every segment has been written at least once
             self.write()
             self.forget()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Sequence
 
 from phloem.core.store import Caps, Status
@@ -13,6 +14,8 @@ from phloem.stores.adapters.segment.writer import SegmentWriter
 from phloem.stores.backend import Item, Usage, num_bytes
 
 __all__ = ["SegmentBackend"]
+
+NUM_WRITERS = 2  # while one waits for the disk the other prepares its frame
 
 
 class SegmentBackend:
@@ -30,9 +33,15 @@ class SegmentBackend:
         self._index = Index()
         self._catalog = Catalog(self._directory, self._index)
         self._reader = SegmentReader(self._catalog, self._index)
-        self._writer = SegmentWriter(
-            self._directory, self._catalog, self._index, self._reader, sync=sync
-        )
+        can_share = self._directory.geometry.num_segments >= 4 * NUM_WRITERS
+        self._writers = [
+            SegmentWriter(self._directory, self._catalog, self._index, self._reader, sync=sync)
+            for _ in range(NUM_WRITERS if can_share else 1)
+        ]
+        # Last in, first out: a single thread always writes into one and the same segment.
+        self._idle: queue.LifoQueue[SegmentWriter] = queue.LifoQueue()
+        for writer in self._writers:
+            self._idle.put(writer)
         self._catalog.refresh()
 
     @property
@@ -54,12 +63,19 @@ class SegmentBackend:
                 statuses[position] = Status.FULL
             elif item.key not in new and self._index.find(item.key) is None:
                 new[item.key] = position
-        written = self._writer.append([items[position] for position in new.values()])
+        written = self._append([items[position] for position in new.values()])
         outcome = dict(zip(new, written, strict=True))
         return [
             outcome.get(item.key, status) if status is Status.OK else status
             for item, status in zip(items, statuses, strict=True)
         ]
+
+    def _append(self, items: Sequence[Item]) -> list[Status]:
+        writer = self._idle.get()
+        try:
+            return writer.append(items)
+        finally:
+            self._idle.put(writer)
 
     def get(self, items: Sequence[Item]) -> list[Status]:
         return self._reader.get(items)
@@ -77,7 +93,7 @@ class SegmentBackend:
 
     def usage(self) -> Usage:
         geometry = self._directory.geometry
-        details = self._writer.counters + self._reader.counters
+        details = sum((writer.counters for writer in self._writers), self._reader.counters.copy())
         return Usage(
             objects=len(self._index),
             used_bytes=self._catalog.num_files * geometry.segment_bytes + META_BYTES,
@@ -87,6 +103,7 @@ class SegmentBackend:
         )
 
     def close(self) -> None:
-        self._writer.close()
+        for writer in self._writers:
+            writer.close()
         self._catalog.clear()
         self._directory.close()
