@@ -112,7 +112,7 @@ typedef struct {
 
 PHLOEM_API int32_t phloem_abi_version(void);
 PHLOEM_API const char *phloem_last_error(void);
-/* The best ISA of this processor that was compiled in. */
+/* The best ISA of this processor among those proven by tests on real machines. */
 PHLOEM_API int32_t phloem_best_isa(void);
 PHLOEM_API int32_t phloem_isa_supported(int32_t isa);
 

@@ -1,1 +1,321 @@
-int main(){}
+// Stand-alone check of the kernels for sanitizer builds: every buffer is exactly as large as the
+// call may touch, unread pages hold NaN, results are compared with plain double loops.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "phloem_cpu.h"
+
+namespace {
+
+std::mt19937 rng(7);
+int failures = 0;
+
+float normal() { return std::normal_distribution<float>()(rng); }
+int uniform(int low, int high) { return std::uniform_int_distribution<int>(low, high)(rng); }
+
+uint16_t to_bf16(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+float from_bf16(uint16_t h) {
+    uint32_t u = (uint32_t)h << 16;
+    float x;
+    memcpy(&x, &u, 4);
+    return x;
+}
+
+// An array of either dtype in a heap block of its exact size.
+struct Array {
+    int32_t dtype;
+    std::vector<float> f;
+    std::vector<uint16_t> h;
+
+    Array(int32_t dtype_, size_t n, bool nan = false) : dtype(dtype_) {
+        if (dtype == PHLOEM_F32) f.resize(n);
+        else h.resize(n);
+        for (size_t i = 0; i < n; ++i) set(i, nan ? NAN : normal());
+    }
+    void set(size_t i, float x) {
+        if (dtype == PHLOEM_F32) f[i] = x;
+        else h[i] = std::isnan(x) ? 0x7fc0 : to_bf16(x);
+    }
+    float at(size_t i) const { return dtype == PHLOEM_F32 ? f[i] : from_bf16(h[i]); }
+    void *data() { return dtype == PHLOEM_F32 ? (void *)f.data() : (void *)h.data(); }
+};
+
+void expect(bool ok, const char *what, double detail = 0) {
+    if (ok) return;
+    printf("FAILED: %s (%g)\n", what, detail);
+    ++failures;
+}
+
+void close_to(double got, double want, double tolerance, const char *what) {
+    expect(std::fabs(got - want) <= tolerance * (1 + std::fabs(want)), what, got - want);
+}
+
+double tolerance(int32_t dtype) { return dtype == PHLOEM_F32 ? 1e-4 : 2e-2; }
+
+void check_gemm(phloem_ctx *ctx, int32_t format, int32_t dtype, int m, int n, int k) {
+    Array x(dtype, (size_t)m * k), w(PHLOEM_F32, (size_t)n * k), y(dtype, (size_t)m * n);
+    std::vector<float> scales(n), bias(n);
+    for (float &b : bias) b = normal();
+    std::vector<char> packed(phloem_packed_bytes(format, n, k));
+    expect(phloem_pack_weight(format, w.data(), PHLOEM_F32, n, k, k, packed.data(),
+                              scales.data()) == 0, "pack");
+    Array residual = y;
+    phloem_weight weight{packed.data(), format == PHLOEM_W_I8 ? scales.data() : nullptr,
+                         bias.data(), n, k, format, 0};
+    phloem_gemm_args args{x.data(), y.data(), y.data(), &weight, m, k, n, n, dtype, dtype, dtype, 0};
+    expect(phloem_gemm(ctx, &args) == 0, phloem_last_error());
+    const double slack = format == PHLOEM_W_I8 ? 0.05 * std::sqrt(k) : tolerance(dtype) * 2;
+    for (int i = 0; i < m; ++i)
+        for (int j = 0; j < n; ++j) {
+            double sum = bias[j] + residual.at((size_t)i * n + j);
+            for (int t = 0; t < k; ++t) {
+                float v = w.at((size_t)j * k + t);
+                sum += (double)x.at((size_t)i * k + t) *
+                       (format == PHLOEM_W_BF16 ? from_bf16(to_bf16(v)) : v);
+            }
+            close_to(y.at((size_t)i * n + j), sum, slack, "gemm");
+        }
+}
+
+void check_blocks(phloem_ctx *ctx, int32_t format, int m, int n, int k) {
+    const int bytes = format == PHLOEM_W_Q4_0 ? 18 : format == PHLOEM_W_Q4_1 ? 20 : 34;
+    std::vector<uint8_t> raw((size_t)n * (k / 32) * bytes);
+    std::vector<double> w((size_t)n * k);
+    for (size_t b = 0; b < raw.size() / bytes; ++b) {
+        uint8_t *at = &raw[b * bytes];
+        for (int i = 0; i < bytes; ++i) at[i] = (uint8_t)uniform(0, 255);
+        const uint16_t one_eighth = 0x3000, half = 0x3800;  // fp16
+        memcpy(at, &one_eighth, 2);
+        if (format == PHLOEM_W_Q4_1) memcpy(at + 2, &half, 2);
+        for (int i = 0; i < 32; ++i) {
+            double v;
+            if (format == PHLOEM_W_Q8_0) v = 0.125 * (int8_t)at[2 + i];
+            else {
+                const int q = (at[bytes - 16 + i % 16] >> (i < 16 ? 0 : 4)) & 15;
+                v = format == PHLOEM_W_Q4_0 ? 0.125 * (q - 8) : 0.125 * q + 0.5;
+            }
+            w[b * 32 + i] = v;
+        }
+    }
+    Array x(PHLOEM_F32, (size_t)m * k), y(PHLOEM_F32, (size_t)m * n);
+    phloem_weight weight{raw.data(), nullptr, nullptr, n, k, format, 0};
+    phloem_gemm_args args{x.data(), y.data(), nullptr, &weight, m, k, n, 0, 0, 0, 0, 0};
+    expect(phloem_gemm(ctx, &args) == 0, phloem_last_error());
+    for (int i = 0; i < m; ++i)
+        for (int j = 0; j < n; ++j) {
+            double sum = 0, size = 0;
+            for (int t = 0; t < k; ++t) {
+                const double p = x.at((size_t)i * k + t) * w[(size_t)j * k + t];
+                sum += p;
+                size += std::fabs(p);
+            }
+            expect(std::fabs(y.at((size_t)i * n + j) - sum) < 1e-4 * size, "blocks",
+                   y.at((size_t)i * n + j) - sum);
+        }
+}
+
+// A pool whose every slot is NaN but those that the rows of a batch have written.
+struct Pages {
+    int group_heads, groups, page_size, dim, layers = 2;
+    std::vector<int> contexts;
+    std::vector<int64_t> tables;
+    int64_t width = 0;
+    Array pool;
+    phloem_kv_layer kv{};
+
+    static int64_t count_pages(const std::vector<int> &contexts, int page_size) {
+        int64_t n = 2;
+        for (int c : contexts) n += (c + page_size - 1) / page_size;
+        return n;
+    }
+    Pages(int32_t dtype, int kv_heads, int groups_, int page_size_, int dim_,
+          std::vector<int> contexts_)
+        : group_heads(kv_heads / groups_), groups(groups_), page_size(page_size_), dim(dim_),
+          contexts(std::move(contexts_)),
+          pool(dtype, (size_t)count_pages(contexts, page_size_) * groups_ * 4 * page_size_ *
+                          (kv_heads / groups_) * dim_, true) {
+        for (int c : contexts) width = std::max<int64_t>(width, (c + page_size - 1) / page_size);
+        const int64_t pages = count_pages(contexts, page_size);
+        tables.assign(contexts.size() * width, 0);
+        int64_t next = pages - 1;  // slots in falling order: neighbours are not neighbours
+        for (size_t r = 0; r < contexts.size(); ++r)
+            for (int p = 0; p * page_size < contexts[r]; ++p) tables[r * width + p] = next--;
+        kv.token_stride = (int64_t)group_heads * dim;
+        kv.head_stride = dim;
+        kv.kv_stride = kv.token_stride * page_size;
+        kv.group_stride = kv.kv_stride * 2 * layers;
+        kv.page_stride = kv.group_stride * groups;
+        kv.base = (char *)pool.data() + 2 * kv.kv_stride * (dtype == PHLOEM_F32 ? 4 : 2);
+        kv.num_pages = pages;
+        kv.heads_per_group = group_heads;
+        kv.page_size = page_size;
+        kv.num_kv_heads = kv_heads;
+        kv.head_dim = dim;
+        kv.dtype = dtype;
+    }
+    size_t index(int row, int position, int head, int is_v, int i) const {
+        return tables[row * width + position / page_size] * kv.page_stride + 2 * kv.kv_stride +
+               head / group_heads * kv.group_stride + is_v * kv.kv_stride +
+               position % page_size * kv.token_stride + head % group_heads * kv.head_stride + i;
+    }
+};
+
+void check_attention(phloem_ctx *ctx, int32_t dtype, int heads, int kv_heads, int groups,
+                     int page_size, int dim, int window) {
+    std::vector<int> contexts{1, uniform(2, 40), uniform(250, 300), uniform(90, 130)};
+    std::vector<int> counts{1, uniform(1, contexts[1]), 1, uniform(2, 60)};
+    Pages pages(dtype, kv_heads, groups, page_size, dim, contexts);
+    std::vector<int32_t> starts{0}, positions;
+    for (size_t r = 0; r < contexts.size(); ++r) {
+        const int first = contexts[r] - counts[r];
+        for (int p = 0; p < contexts[r]; ++p)
+            for (int h = 0; h < kv_heads; ++h)
+                for (int i = 0; i < 2 * dim; ++i)
+                    if (window == 0 || p > first - window)
+                        pages.pool.set(pages.index((int)r, p, h, i / dim, i % dim), normal());
+        for (int p = first; p < contexts[r]; ++p) positions.push_back(p);
+        starts.push_back((int32_t)positions.size());
+    }
+    const int n = (int)positions.size();
+    phloem_batch batch{starts.data(), positions.data(), pages.tables.data(), pages.width,
+                       (int32_t)contexts.size(), n};
+    expect(phloem_check_batch(&pages.kv, &batch, 1 << 20) == 0, phloem_last_error());
+    Array q(dtype, (size_t)n * heads * dim), out(dtype, (size_t)n * heads * dim);
+    std::vector<float> lse((size_t)n * heads);
+    phloem_attention_args args{q.data(), out.data(), lse.data(), nullptr, heads * dim, heads * dim,
+                               dtype, dtype, heads, window, 1.0f / std::sqrt((float)dim), 0};
+    expect(phloem_attention(ctx, &args, &pages.kv, &batch) == 0, phloem_last_error());
+    for (int r = 0, token = 0; r < (int)contexts.size(); ++r)
+        for (int t = 0; t < counts[r]; ++t, ++token)
+            for (int h = 0; h < heads; ++h) {
+                const int pos = positions[token], kvh = h / (heads / kv_heads);
+                const int low = window > 0 && pos - window + 1 > 0 ? pos - window + 1 : 0;
+                const size_t at = ((size_t)token * heads + h) * dim;
+                std::vector<double> sum(dim);
+                double total = 0;
+                for (int p = low; p <= pos; ++p) {
+                    double score = 0;
+                    for (int i = 0; i < dim; ++i)
+                        score += (double)q.at(at + i) * pages.pool.at(pages.index(r, p, kvh, 0, i));
+                    const double e = std::exp(score / std::sqrt((double)dim));
+                    total += e;
+                    for (int i = 0; i < dim; ++i)
+                        sum[i] += e * pages.pool.at(pages.index(r, p, kvh, 1, i));
+                }
+                for (int i = 0; i < dim; ++i)
+                    close_to(out.at(at + i), sum[i] / total, tolerance(dtype), "attention");
+                close_to(lse[(size_t)token * heads + h], std::log(total), tolerance(dtype), "lse");
+            }
+}
+
+// Shapes that must fit, odd ones included; values are checked against other calls in Python.
+void check_layer(phloem_ctx *ctx, int32_t dtype, int tokens) {
+    const int hidden = 40, heads = 4, kv_heads = 2, dim = 12, inner = 32;
+    Pages pages(dtype, kv_heads, 2, 4, dim, {tokens});
+    std::vector<float> norm(hidden, 1.0f), head_norm(dim, 1.0f), angles(64 * dim / 2, 0.5f);
+    std::vector<std::vector<char>> packed;
+    auto weight = [&](int n, int k, bool gate_up) {
+        Array w(PHLOEM_F32, (size_t)n * k);
+        packed.emplace_back(phloem_packed_bytes(PHLOEM_W_BF16, n, k));
+        const float *half = w.f.data() + (size_t)n / 2 * k;
+        const int code = gate_up ? phloem_pack_gate_up(PHLOEM_W_BF16, w.data(), half, PHLOEM_F32,
+                                                       n / 2, k, k, packed.back().data(), nullptr)
+                                 : phloem_pack_weight(PHLOEM_W_BF16, w.data(), PHLOEM_F32, n, k, k,
+                                                      packed.back().data(), nullptr);
+        expect(code == 0, "pack");
+        return phloem_weight{packed.back().data(), nullptr, nullptr, n, k, PHLOEM_W_BF16, 0};
+    };
+    packed.reserve(4);
+    phloem_layer layer{};
+    layer.attn_norm = layer.mlp_norm = norm.data();
+    layer.q_norm = layer.k_norm = head_norm.data();
+    layer.cos = layer.sin = angles.data();
+    layer.qkv = weight((heads + 2 * kv_heads) * dim, hidden, false);
+    layer.o = weight(hidden, heads * dim, false);
+    layer.gate_up = weight(2 * inner, hidden, true);
+    layer.down = weight(hidden, inner, false);
+    layer.max_position = 64;
+    layer.hidden = hidden;
+    layer.num_heads = heads;
+    layer.rotary_dim = dim;
+    layer.norm_eps = 1e-5f;
+    layer.scale = 0.3f;
+    std::vector<int32_t> starts{0, tokens}, positions;
+    for (int i = 0; i < tokens; ++i) positions.push_back(i);
+    phloem_batch batch{starts.data(), positions.data(), pages.tables.data(), pages.width, 1, tokens};
+    Array x(dtype, (size_t)tokens * hidden);
+    expect(phloem_layer_forward(ctx, &layer, &pages.kv, &batch, x.data(), dtype) == 0,
+           phloem_last_error());
+    for (int i = 0; i < tokens * hidden; ++i) expect(std::isfinite(x.at(i)), "layer is finite");
+    positions.back() = 64;
+    expect(phloem_layer_forward(ctx, &layer, &pages.kv, &batch, x.data(), dtype) != 0,
+           "a position beyond the tables is refused");
+}
+
+void check_small(phloem_ctx *ctx, int32_t dtype, int n) {
+    Array x(dtype, 3 * n), y(dtype, 3 * n), residual(dtype, 3 * n);
+    std::vector<float> w(n, 1.0f), values(n);
+    std::vector<int64_t> indices(n), best(3);
+    expect(phloem_rmsnorm(ctx, x.data(), residual.data(), w.data(), y.data(), dtype, 3, n, 1e-5f) == 0,
+           "rmsnorm");
+    expect(phloem_silu_mul(ctx, x.data(), y.data(), residual.data(), dtype, 3, n, n) == 0, "silu");
+    expect(phloem_argmax(ctx, x.data(), dtype, 3, n, n, best.data()) == 0, "argmax");
+    float lse;
+    expect(phloem_top_k(ctx, x.data(), dtype, n, (n + 1) / 2, values.data(), indices.data(), &lse) == 0,
+           "top_k");
+    expect(values[0] == x.at(best[0]), "top_k begins with the greatest");
+    for (int i = 1; i < (n + 1) / 2; ++i) expect(values[i] <= values[i - 1], "top_k falls");
+    std::vector<int32_t> ids{2, 0};
+    Array out(PHLOEM_F32, 2 * n);
+    expect(phloem_embedding(ctx, ids.data(), x.data(), dtype, 3, out.data(), PHLOEM_F32, 2, n) == 0,
+           "embedding");
+    expect(out.at(0) == x.at(2 * n), "embedding row");
+    ids[0] = 3;
+    expect(phloem_embedding(ctx, ids.data(), x.data(), dtype, 3, out.data(), PHLOEM_F32, 2, n) != 0,
+           "an id outside the table is refused");
+    std::vector<int64_t> from{2, 0}, to{0, 1};
+    expect(phloem_copy_pages(ctx, y.data(), x.data(), to.data(), from.data(), 2,
+                             n * (dtype == PHLOEM_F32 ? 4 : 2)) == 0, "copy");
+    expect(y.at(0) == x.at(2 * n) && y.at(n) == x.at(0), "copied pages");
+}
+
+}  // namespace
+
+int main() {
+    for (int32_t isa = 0; isa < PHLOEM_NUM_ISAS; ++isa) {
+        if (!phloem_isa_supported(isa)) continue;
+        for (int threads = 1; threads <= 3; ++threads) {
+            phloem_ctx *ctx = phloem_ctx_create(isa, threads);
+            if (!ctx) return printf("%s\n", phloem_last_error()), 1;
+            for (int32_t dtype : {PHLOEM_F32, PHLOEM_BF16}) {
+                for (int m : {1, 2, 5, 9, 33})
+                    for (int32_t format : {PHLOEM_W_F32, PHLOEM_W_BF16, PHLOEM_W_I8})
+                        check_gemm(ctx, format, dtype, m, uniform(1, 70), uniform(1, 90));
+                check_gemm(ctx, PHLOEM_W_BF16, dtype, 300, 20, 33);
+                for (int page_size : {1, 4, 16, 64}) {
+                    check_attention(ctx, dtype, 6, 2, 2, page_size, 64, 0);
+                    check_attention(ctx, dtype, 8, 4, 2, page_size, 16, page_size == 4 ? 20 : 0);
+                    check_attention(ctx, dtype, 5, 1, 1, page_size, 20, page_size == 16 ? 7 : 0);
+                }
+                for (int tokens : {1, 3, 50}) check_layer(ctx, dtype, tokens);
+                for (int n : {1, 7, 16, 65}) check_small(ctx, dtype, n);
+            }
+            for (int32_t format : {PHLOEM_W_Q4_0, PHLOEM_W_Q4_1, PHLOEM_W_Q8_0})
+                for (int m : {1, 2, 3, 20}) check_blocks(ctx, format, m, uniform(1, 40), 96);
+            phloem_ctx_destroy(ctx);
+        }
+        printf("isa %d: checked\n", isa);
+    }
+    expect(phloem_ctx_create(0, 0) == nullptr, "no threads is refused");
+    expect(phloem_gemm(nullptr, nullptr) != 0, "null is refused");
+    printf(failures ? "%d failures\n" : "all right\n", failures);
+    return failures != 0;
+}

@@ -28,6 +28,8 @@ __all__ = [
     "chosen_isa",
     "library",
     "library_path",
+    "native_available",
+    "usable_cpus",
 ]
 
 ABI_VERSION = 1
@@ -258,3 +260,22 @@ def chosen_isa() -> CpuIsa:
     except ValueError:
         known = ", ".join(isa.value for isa in CpuIsa)
         raise ConfigError(f"{ISA_ENV}={value!r}; known: {known}") from None
+
+
+def native_available() -> bool:
+    """Whether the library can be loaded here."""
+    try:
+        library()
+    except ConfigError:
+        return False
+    return True
+
+
+def usable_cpus() -> int:
+    """CPUs that affinity and the cgroup's quota leave to this process, at least 1."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return cpus
+    return cpus if quota == "max" else max(1, min(cpus, int(quota) // int(period)))

@@ -1,0 +1,134 @@
+"""What the native kernels read beside plain tensors: packed weights, batches, layers of a pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from phloem.kernels import native_abi as abi
+from phloem.kernels.buffer import KVBuffer
+from phloem.kernels.native_abi import Dtype, WeightFormat
+
+__all__ = [
+    "NativeBatch",
+    "PackedWeight",
+    "address",
+    "aligned_bytes",
+    "dtype_number",
+    "kv_layer",
+    "rows_of",
+]
+
+_DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16}
+_ALIGNMENT = 64
+
+
+def dtype_number(tensor: Tensor) -> int:
+    """The library's number of a tensor's dtype. Raises TypeError for one that it lacks."""
+    if tensor.dtype not in _DTYPES:
+        raise TypeError(f"native kernels take fp32 and bf16, not {tensor.dtype}")
+    return int(_DTYPES[tensor.dtype])
+
+
+def rows_of(tensor: Tensor, name: str) -> Tensor:
+    """`tensor` itself if its last dimension is dense and it is on the CPU."""
+    if tensor.device.type != "cpu" or tensor.stride(-1) != 1:
+        raise ValueError(f"{name} must be a CPU tensor with a dense last dimension")
+    return tensor
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Where the data begins; the caller keeps the tensor alive while this is in use."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def aligned_bytes(count: int) -> Tensor:
+    """Uninitialised bytes that begin on a cache line."""
+    raw = torch.empty(count + _ALIGNMENT, dtype=torch.uint8)
+    return raw[-raw.data_ptr() % _ALIGNMENT :][:count]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A weight (n, k) in the form that `gemm` reads. Owns `data`, `scales` and `bias` (fp32)."""
+
+    data: Tensor
+    n: int
+    k: int
+    format: WeightFormat
+    scales: Tensor | None = None
+    bias: Tensor | None = None
+    gate_up: bool = False  # columns are gate and up in turn, 16 each
+
+    @property
+    def num_bytes(self) -> int:
+        extra = [t for t in (self.scales, self.bias) if t is not None]
+        return self.data.numel() + sum(4 * t.numel() for t in extra)
+
+    def struct(self) -> abi.Weight:
+        """Borrows this object's tensors."""
+        return abi.Weight(
+            data=self.data.data_ptr(),
+            scales=address(self.scales),
+            bias=address(self.bias),
+            n=self.n,
+            k=self.k,
+            format=int(self.format),
+        )
+
+
+class NativeBatch:
+    """A ragged batch in the form that attention and layers read, built once per step.
+
+    `row_start` (R + 1,), `positions` (N,) absolute, `tables` (R, pages): slots, unused ones 0.
+    """
+
+    def __init__(
+        self,
+        row_start: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        tables: npt.NDArray[np.int64],
+    ) -> None:
+        self.row_start = np.ascontiguousarray(row_start, dtype=np.int32)
+        self.positions = np.ascontiguousarray(positions, dtype=np.int32)
+        self.tables = np.ascontiguousarray(tables, dtype=np.int64)
+        if len(self.row_start) != len(self.tables) + 1 or self.tables.ndim != 2:
+            raise ValueError("row_start must have one entry more than tables has rows")
+        if self.row_start[-1] != len(self.positions):
+            raise ValueError("row_start must end at the number of positions")
+        self.struct = abi.Batch(
+            row_start=self.row_start.ctypes.data,
+            positions=self.positions.ctypes.data,
+            tables=self.tables.ctypes.data,
+            table_stride=self.tables.shape[1],
+            num_rows=len(self.tables),
+            num_tokens=len(self.positions),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.positions)
+
+
+def kv_layer(buffer: KVBuffer, layer: int) -> abi.KvLayer:
+    """One layer of a page pool as the kernels address it. Borrows the buffer."""
+    data = buffer.data
+    page, group, _, kv, token, head, _ = data.stride()
+    return abi.KvLayer(
+        base=data[0, 0, layer].data_ptr(),
+        page_stride=page,
+        group_stride=group,
+        kv_stride=kv,
+        token_stride=token,
+        head_stride=head,
+        num_pages=data.shape[0],
+        heads_per_group=buffer.heads_per_group,
+        page_size=buffer.page_size,
+        num_kv_heads=buffer.num_kv_heads,
+        head_dim=buffer.head_dim,
+        dtype=dtype_number(data),
+    )

@@ -1,0 +1,227 @@
+"""The native kernels against the reference: matrix products, norms, gathers, choosing, contexts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from phloem.core.errors import ConfigError
+from phloem.kernels import ReferenceOps, native_abi
+from phloem.kernels.native import CpuIsa, NativeKernels, WeightFormat
+from tests.kernels.native_build import native_library
+
+SLOW = ReferenceOps()
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+DTYPES = list(TOLERANCES)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(5)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    scale = max(float(want.float().abs().max()), 1.0)
+    return bool((got.float() - want.float()).abs().max() / scale < TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 6, 7, 8, 64, 300])
+@pytest.mark.parametrize("shape", [(48, 64), (50, 37), (1, 1), (33, 160)])
+def test_linear(kernels, dtype, rows, shape):
+    """Also for odd sizes and strided rows; the residual may be the output itself."""
+    n, k = shape
+    x, w = torch.randn(rows, k + 3).to(dtype)[:, :k], torch.randn(n, k).to(dtype)
+    bias, residual = torch.randn(n).to(dtype), torch.randn(rows, n).to(dtype)
+    packed = kernels.pack(w, bias)
+    assert close(kernels.linear(x, packed), SLOW.linear(x, w, bias), dtype)
+    want = (x.float() @ w.float().T + bias.float() + residual.float()).to(dtype)
+    got = kernels.linear(x, packed, residual=residual, out=residual)
+    assert got is residual
+    assert close(got, want, dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 300])
+def test_linear_widens_bf16_weights_exactly(kernels, rows):
+    """fp32 activations on bf16 weights lose nothing to bf16."""
+    x, w = torch.randn(rows, 96), torch.randn(40, 96).bfloat16()
+    assert close(kernels.linear(x, kernels.pack(w)), x @ w.float().T, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 4, 270])
+def test_gate_up_with_silu(kernels, dtype, rows):
+    gate, up = torch.randn(2, 48, 64).to(dtype)
+    x = torch.randn(rows, 64).to(dtype) / 8
+    both = (x.float() @ torch.cat((gate, up)).float().T).float()
+    want = SLOW.silu_mul(both).to(dtype)
+    assert close(kernels.linear(x, kernels.pack_gate_up(gate, up)), want, dtype)
+
+
+@pytest.mark.parametrize("weights", [WeightFormat.F32, WeightFormat.BF16, WeightFormat.INT8])
+def test_a_row_does_not_depend_on_the_rows_beside_it(kernels, weights):
+    """Bit for bit, whatever the batch."""
+    x, packed = torch.randn(301, 96), kernels.pack(torch.randn(80, 96), format=weights)
+    whole = kernels.linear(x, packed)
+    for low, high in ((0, 1), (1, 3), (3, 10), (10, 74), (20, 301)):
+        assert torch.equal(kernels.linear(x[low:high], packed), whole[low:high])
+
+
+@pytest.mark.parametrize("rows", [1, 9, 260])
+def test_int8_weights_equal_their_dequantised_values(kernels, rows):
+    w, x = torch.randn(50, 128), torch.randn(rows, 128)
+    packed = kernels.pack(w, format=WeightFormat.INT8)
+    step = w.abs().amax(dim=1, keepdim=True) / 127
+    assert torch.allclose(packed.scales, step[:, 0])
+    rounded = (w / step).round() * step
+    assert close(kernels.linear(x, packed), x @ rounded.T, torch.float32) or (
+        # a weight exactly between two steps may go either way
+        (kernels.linear(x, packed) - x @ rounded.T).abs().max() < 0.02
+    )
+
+
+@pytest.mark.parametrize("kind", [WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q8_0])
+@pytest.mark.parametrize("rows", [1, 2, 5, 40])
+def test_gguf_blocks_equal_the_same_blocks_dequantised(kernels, kind, rows):
+    """Within accumulation error: relative to the sum of the products' magnitudes."""
+    quants = pytest.importorskip("gguf.quants")
+    constants = pytest.importorskip("gguf.constants")
+    qtype = constants.GGMLQuantizationType[kind.name]
+    w = torch.randn(70, 160)
+    raw = quants.quantize(w.numpy(), qtype)
+    exact = torch.from_numpy(np.ascontiguousarray(quants.dequantize(raw, qtype)))
+    x = torch.randn(rows, 160)
+    packed = kernels.blocks(torch.from_numpy(raw.reshape(-1).copy()), 70, 160, kind)
+    error = (kernels.linear(x, packed).double() - x.double() @ exact.double().T).abs()
+    assert (error <= 3e-5 * (x.abs().double() @ exact.abs().double().T)).all()
+
+
+def test_gguf_blocks_show_nan_activations(kernels):
+    raw = torch.zeros(16 * 34, dtype=torch.uint8)
+    x = torch.ones(2, 32)
+    x[1, 7] = torch.nan
+    out = kernels.linear(x, kernels.blocks(raw, 16, 32, WeightFormat.Q8_0))
+    assert (out[0] == 0).all()
+    assert out[1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 16), (5, 64), (4, 3, 7), (900, 40)])
+def test_rms_norm(kernels, dtype, shape):
+    x, residual = torch.randn(shape).to(dtype) * 3, torch.randn(shape).to(dtype)
+    w = torch.rand(shape[-1]).to(dtype)
+    assert close(kernels.rms_norm(x, w, 1e-5), SLOW.rms_norm(x, w, 1e-5), dtype)
+    total = residual + x
+    got = kernels.rms_norm(x, w, 1e-5, residual=residual)
+    assert torch.equal(residual, total)
+    assert close(got, SLOW.rms_norm(total, w, 1e-5), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [16, 33])
+def test_silu_mul(kernels, dtype, width):
+    gate_up = torch.randn(7, 2 * width).to(dtype) * 4
+    assert close(kernels.silu_mul(gate_up), SLOW.silu_mul(gate_up), dtype)
+
+
+def test_silu_of_extreme_values(kernels):
+    """No NaN out of large magnitudes; NaN stays NaN."""
+    gate = torch.tensor([[-1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, torch.nan]])
+    out = kernels.silu_mul(torch.cat((gate, torch.ones_like(gate)), dim=1))
+    want = torch.nn.functional.silu(gate)
+    assert torch.allclose(out, want, atol=1e-30, rtol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_embedding(kernels, dtype):
+    table, ids = torch.randn(50, 24).to(dtype), torch.tensor([3, 49, 0, 3])
+    assert torch.equal(kernels.embedding(ids, table), table[ids])
+    assert torch.equal(kernels.embedding(ids, table, dtype=torch.float32), table[ids].float())
+    with pytest.raises(ValueError, match="id 50 outside"):
+        kernels.embedding(torch.tensor([50]), table)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 5, 64, 1003])
+def test_argmax_takes_the_first_of_equals(kernels, dtype, n):
+    logits = torch.randint(-5, 5, (6, n)).to(dtype)
+    want = [row.index(max(row)) for row in logits.tolist()]
+    assert kernels.argmax(logits).tolist() == want
+    logits[2, n // 2] = torch.nan
+    assert kernels.argmax(logits)[2] == -1
+    assert kernels.argmax(torch.full((1, n), -torch.inf)).tolist() == [0]
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (40, 40), (1003, 1), (1003, 64), (49152, 50)])
+def test_top_k_in_the_order_of_a_stable_sort(kernels, n, k):
+    logits = torch.randint(-40, 40, (n,)).float()
+    values, indices, lse = kernels.top_k(logits, k)
+    order = sorted(range(n), key=lambda i: (-logits[i].item(), i))[:k]
+    assert indices.tolist() == order
+    assert torch.equal(values, logits[order])
+    assert abs(lse - torch.logsumexp(logits, 0).item()) < 1e-4
+
+
+def test_copied_pages_arrive_and_others_stay(kernels):
+    source, target = torch.randn(9, 3, 37), torch.zeros(6, 3, 37)
+    kernels.copy_pages(target, np.array([5, 0]), source, np.array([2, 8]))
+    assert torch.equal(target[[5, 0]], source[[2, 8]])
+    assert (target[1:5] == 0).all()
+
+
+def test_bad_arguments_are_refused(kernels):
+    packed = kernels.pack(torch.randn(16, 8))
+    with pytest.raises(ValueError, match="8 inputs"):
+        kernels.linear(torch.randn(2, 9), packed)
+    with pytest.raises(ValueError, match="residual must be"):
+        kernels.linear(torch.randn(2, 8), packed, residual=torch.randn(2, 8))
+    with pytest.raises(TypeError, match="float16"):
+        kernels.linear(torch.randn(2, 8).half(), packed)
+    with pytest.raises(ValueError, match="multiple of 16"):
+        kernels.pack_gate_up(torch.randn(8, 8), torch.randn(8, 8))
+    with pytest.raises(ValueError, match="no Q4_0 weight"):
+        kernels.blocks(torch.zeros(17, dtype=torch.uint8), 1, 32, WeightFormat.Q4_0)
+    with pytest.raises(ValueError, match="top_k"):
+        kernels.top_k(torch.randn(3), 4)
+
+
+def test_workspace_stops_growing(kernels):
+    """No allocation in steady state."""
+    packed = kernels.pack(torch.randn(64, 64).bfloat16())
+    for rows in (300, 255, 8, 1):
+        kernels.linear(torch.randn(rows, 64).bfloat16(), packed)
+    grows = kernels.workspace_grows
+    for rows in (1, 8, 300, 299, 33):
+        kernels.linear(torch.randn(rows, 64).bfloat16(), packed)
+    assert kernels.workspace_grows == grows
+
+
+def test_more_threads_than_work_and_cores():
+    """Late workers are not waited for, and no job is lost, with many more threads than cores."""
+    native_library()
+    many = NativeKernels(threads=9)
+    x, w = torch.randn(5, 32), torch.randn(400, 32)
+    packed, want = many.pack(w), x @ w.T
+    for _ in range(300):
+        assert torch.allclose(many.linear(x, packed), want, atol=1e-4)
+    many.close()
+
+
+def test_the_instruction_set_can_be_chosen(monkeypatch):
+    native_library()
+    monkeypatch.setenv("PHLOEM_CPU_ISA", "plain")
+    assert NativeKernels(threads=1).isa is CpuIsa.PLAIN
+    monkeypatch.setenv("PHLOEM_CPU_ISA", "mmx")
+    with pytest.raises(ConfigError, match="known: auto, plain"):
+        NativeKernels(threads=1)
+
+
+def test_a_missing_library_is_a_clear_error(monkeypatch, tmp_path):
+    native_abi.library.cache_clear()
+    monkeypatch.setenv("PHLOEM_CPU_LIBRARY", str(tmp_path / "none.so"))
+    with pytest.raises(ConfigError, match="cannot load the native CPU kernels"):
+        NativeKernels(threads=1)
+    assert not native_abi.native_available()
+    native_abi.library.cache_clear()
