@@ -5,17 +5,24 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import torch
+
 from phloem.config import Config
 from phloem.config.checkpoint import read_model_config
+from phloem.config.units import format_bytes
+from phloem.core.errors import ConfigError
 from phloem.engine.api import ModelCard
 from phloem.engine.core import BuildHooks
 from phloem.engine.facts import EngineFacts
 from phloem.engine.loop_core import LoopCore, make_loop_core
 from phloem.engine.models import resolve_model
 from phloem.engine.resources import available_memory_bytes, default_kv_bytes, usable_cpus
-from phloem.worker import Hooks, LoadedWorker, WorkerOptions, load_worker
+from phloem.kv.spec import KVDtype
+from phloem.worker import Hooks, LoadedWorker, WorkerOptions, kv_spec, load_worker
 
 __all__ = ["build_core"]
+
+_KV_SHARE_OF_GPU = 0.5  # of the memory free before the weights are loaded
 
 
 def build_core(config: Config, hooks: BuildHooks, eos_ids: tuple[int, ...]) -> LoopCore:
@@ -23,6 +30,7 @@ def build_core(config: Config, hooks: BuildHooks, eos_ids: tuple[int, ...]) -> L
     start_s = time.monotonic()
     model = resolve_model(config.model.model)
     options = _worker_options(config, hooks, _dtype(config, model.path))
+    _check_memory(options, model.path)
     loaded = load_worker(
         model.path,
         options,
@@ -40,10 +48,32 @@ def _dtype(config: Config, path: Path) -> str:
     return read_model_config(path).dtype
 
 
+def _auto_kv_bytes(device: str) -> int:
+    if device == "cuda" and torch.cuda.is_available():  # if not, load_worker says so
+        free_bytes, _ = torch.cuda.mem_get_info()
+        return int(free_bytes * _KV_SHARE_OF_GPU)
+    return default_kv_bytes(available_memory_bytes())
+
+
+def _check_memory(options: WorkerOptions, path: Path) -> None:
+    """Pages are backed by memory only when they are first written: too many would kill it later."""
+    available = available_memory_bytes()
+    if options.device != "cpu" or available is None:
+        return
+    dtype = KVDtype(options.dtype)
+    spec = kv_spec(read_model_config(path), dtype=dtype, page_size=options.page_size)
+    asked = options.kv_bytes or (options.num_pages or 0) * spec.page_bytes
+    if asked > available:
+        raise ConfigError(
+            f"the KV cache would take {format_bytes(asked)}, but only {format_bytes(available)} "
+            "of memory are available; lower --num-pages or --kv-memory"
+        )
+
+
 def _worker_options(config: Config, hooks: BuildHooks, dtype: str) -> WorkerOptions:
     kv_bytes = None
     if config.cache.num_pages is None:
-        kv_bytes = config.cache.kv_memory_bytes or default_kv_bytes(available_memory_bytes())
+        kv_bytes = config.cache.kv_memory_bytes or _auto_kv_bytes(config.model.device)
     return WorkerOptions(
         dtype=dtype,
         device=config.model.device,

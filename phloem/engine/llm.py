@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -96,7 +97,9 @@ def config_from_settings(model: str, settings: Mapping[str, Any]) -> Config:
 
 
 class LLM:
-    """A model in this process. Use it from one thread; close it, or use it as a context manager.
+    """A model in this process. Close it, or use it as a context manager.
+
+    Calls from several threads wait for each other; put all prompts of a batch into one call.
 
     `settings` are the server's flags as keywords: `LLM("smollm2", dtype="fp32", num_pages=512)`.
     Raises ConfigError for a model or setting that cannot be used.
@@ -119,6 +122,7 @@ class LLM:
         self._core: EngineCore | None = build(config, self._hooks, self._tokenizer.eos_ids)
         self._card = self._core.facts.card
         self._serial = itertools.count()
+        self._lock = threading.Lock()
         self._window = config.scheduler.max_running + config.scheduler.max_queued
 
     @property
@@ -223,11 +227,12 @@ class LLM:
         ]
         for request in requests:
             check_request(request, self._card)
-        run = _Run(self._live(), self._hooks, self._tokenizer, self._window)
-        try:
-            answers = run.to_the_end(requests, self._card.path)
-        finally:
-            run.abort_rest()  # after Ctrl-C or an error; nothing is left otherwise
+        with self._lock:
+            run = _Run(self._live(), self._hooks, self._tokenizer, self._window)
+            try:
+                answers = run.to_the_end(requests, self._card.path)
+            finally:
+                run.abort_rest()  # after Ctrl-C or an error; nothing is left otherwise
         return [_completion(answers[request.request_id]) for request in requests]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -35,10 +36,18 @@ class EngineProcess:
         self.frames = msg.FrameReader()
         self._failure: str | None = None
         fds = (theirs.fileno(), self.heartbeat.fd)
-        command = [sys.executable, "-m", "phloem.engine.core_process"]
+        # The child finds modules exactly where this process does; with -m alone it would first
+        # look into the current folder, where a user's file may be called queue.py.
+        search = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        command = [sys.executable, "-P", "-m", "phloem.engine.core_process"]
         command += ["--socket", str(fds[0]), "--heartbeat", str(fds[1])]
         with theirs:
-            self._process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": search},
+            )
 
     @property
     def pid(self) -> int:

@@ -374,28 +374,42 @@ def test_unstartable_engine_is_engine_dead_with_its_reason(model: Path) -> None:
 
 PARENT = textwrap.dedent(
     """
-    import sys, threading
+    import asyncio, sys, threading
     from pathlib import Path
+    from phloem.core.request import SamplingParams
+    from phloem.core.tokens import tokens_to_bytes
     from phloem.engine import AsyncEngine
-    from tests.engine.fakes import BUILDER, fake_config
+    from phloem.engine.api import TextRequest
+    from tests.engine.fakes import BUILDER, HANG, fake_config
     engine = AsyncEngine.launch(fake_config(Path(sys.argv[1])), builder=BUILDER)
-    print(engine.pid, flush=True)
-    threading.Event().wait()
+
+    async def main():
+        if sys.argv[2] == "hanging":
+            tokens = tokens_to_bytes([HANG])
+            sampling = SamplingParams(max_tokens=1)
+            request = TextRequest(request_id="h", tokens=tokens, sampling=sampling)
+            asyncio.ensure_future(anext(engine.generate(request)))
+            while engine.health().idle:
+                await asyncio.sleep(0.01)
+        print(engine.pid, flush=True)
+        threading.Event().wait()
+
+    asyncio.run(main())
     """
 )
 
 
-def test_child_ends_by_itself_when_the_parent_is_killed(model: Path) -> None:
+@pytest.mark.parametrize("state", ["idle", "hanging"])
+def test_child_ends_by_itself_when_the_parent_is_killed(model: Path, state: str) -> None:
+    """Also in the middle of a step that never ends."""
     with subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(model)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PARENT, str(model), state], stdout=subprocess.PIPE, text=True
     ) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         os.kill(child, signal.SIGINT)  # Ctrl-C in the terminal: the parent's business
         os.kill(child, 0)
         parent.kill()
-    # The child's end of stdout is the same pipe: it has closed, so the child is gone or a zombie
-    # of init; its socket and heartbeat cannot outlive it.
     deadline_s = time.monotonic() + 5
     while _runs(child):
         assert time.monotonic() < deadline_s, "the engine process has outlived its parent"

@@ -101,6 +101,12 @@ def test_offline_llm_says_the_same(tiny: Tiny) -> None:
     assert all(len(one.logprobs) == NUM_TOKENS for one in found)
 
 
+def test_more_kv_memory_than_there_is_is_refused(tiny: Tiny) -> None:
+    """Pages are backed lazily: without the check the process would die in the middle of work."""
+    with pytest.raises(ConfigError, match=r"available; lower --num-pages"):
+        LLM(str(tiny.folder), kv_memory="100000GB", threads=1)
+
+
 def copy_of(folder: Path, target: Path) -> Path:
     for file in folder.iterdir():
         (target / file.name).write_bytes(file.read_bytes())
