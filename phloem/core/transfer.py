@@ -1,0 +1,102 @@
+"""Transfers: pages that cross a tier boundary, decided by the tier controller, carried out elsewhere.
+
+    device --BACKUP_HOST--> host --BACKUP_STORAGE--> storage
+    device <--LOAD_BACK---- host <----PREFETCH------ storage
+
+    submit -----> in flight -----> TransferResult, exactly once, from poll
+       `-cancel----^   (pages that had not started are then reported as not done)
+
+Ownership. From submit until its result is polled, a transfer owns nothing but may read its source
+and write its destination: the controller keeps both locked or reserved. A destination is a page
+that was allocated for it and that no request reads before it is committed; one exception, for
+overlap: a step that names a LOAD_BACK in `StepPlan.loads` may read its pages, and the worker waits
+for each layer of it before that layer.
+
+`after_step`: the transfer may touch device pages only when that step has finished. For a load: the
+last step in flight when its destination was allocated (that step may still read what the page held
+before). For a backup: the step that computed the page.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from phloem.core.refs import NO_REFS, PageRefs
+
+__all__ = ["Transfer", "TransferKind", "TransferResult", "Transfers"]
+
+
+class TransferKind(enum.Enum):
+    """The four ways between tiers."""
+
+    BACKUP_HOST = "backup_host"
+    LOAD_BACK = "load_back"
+    BACKUP_STORAGE = "backup_storage"
+    PREFETCH = "prefetch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """Pages to move, in order: page i goes between device[i], host[i] and links[i].
+
+    `device` are PageRefs, `host` slots of the host arena (int64 (n,) both), `links` the pages'
+    chained content links (see `kv.keys`); those that the kind does not need are empty.
+    """
+
+    id: int
+    kind: TransferKind
+    device: PageRefs = NO_REFS
+    host: npt.NDArray[np.int64] = NO_REFS
+    links: tuple[bytes, ...] = ()
+    after_step: int = -1
+    deadline_s: float = math.inf  # on the loop's clock; storage only
+
+    @property
+    def num_pages(self) -> int:
+        return max(len(self.device), len(self.host))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferResult:
+    """What became of a transfer. `done[i]`: page i arrived whole and verified."""
+
+    id: int
+    done: npt.NDArray[np.bool_]  # (n,)
+    held: npt.NDArray[np.bool_] | None = None  # host slots quarantined until `released` names id
+    num_bytes: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+
+
+class Transfers(Protocol):
+    """Carries transfers out on threads of its own. Called by the tier controller only."""
+
+    def submit(self, transfer: Transfer) -> None:
+        """Queue it and return at once."""
+        ...
+
+    def poll(self) -> list[TransferResult]:
+        """What has ended since the last call; never waits."""
+        ...
+
+    def released(self) -> list[int]:
+        """Ids of transfers whose held host slots are free again; never waits."""
+        ...
+
+    def cancel(self, transfer_id: int) -> None:
+        """Start no more pages of it; its result still comes."""
+        ...
+
+    def step_finished(self, step: int) -> None:
+        """All steps up to `step` have finished: releases what waits in `after_step`."""
+        ...
+
+    def close(self) -> None:
+        """Finish or drop what is queued, and give back threads."""
+        ...
