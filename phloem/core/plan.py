@@ -65,7 +65,14 @@ class RowPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One forward pass over a ragged batch of prefill chunks and decodes."""
+    """One forward pass over a ragged batch of prefill chunks and decodes.
+
+    `loads`: ids of LOAD_BACK transfers (submitted before this plan) whose pages its rows read. The
+    worker waits for layer n of all of them before it computes layer n. If one of them ends without
+    all its pages, the step goes on over whatever is there; the load's result can be polled before
+    the step's can be collected, so the scheduler knows which rows to throw away.
+    `freed_pages` never names a destination of a load: the poison would race with it.
+    """
 
     step: int
     rows: tuple[RowPlan, ...]
@@ -73,6 +80,7 @@ class StepPlan:
     table_updates: tuple[PageTableUpdate, ...] = ()
     released: tuple[int, ...] = ()
     freed_pages: PageRefs = field(default_factory=lambda: NO_REFS)
+    loads: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from phloem.core.refs import NO_REFS, PageRefs
 
-__all__ = ["Transfer", "TransferKind", "TransferResult", "Transfers"]
+__all__ = ["LayerGate", "Transfer", "TransferKind", "TransferResult", "Transfers"]
 
 
 class TransferKind(enum.Enum):
@@ -89,14 +89,33 @@ class Transfers(Protocol):
         """Ids of transfers whose held host slots are free again; never waits."""
         ...
 
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until `poll` or `released` would bring something, at most `timeout_s`."""
+        ...
+
     def cancel(self, transfer_id: int) -> None:
         """Start no more pages of it; its result still comes."""
         ...
 
     def step_finished(self, step: int) -> None:
-        """All steps up to `step` have finished: releases what waits in `after_step`."""
+        """All steps up to `step` have finished: releases what waits in `after_step`.
+
+        May be called from any thread, and more than once: the worker calls it as soon as it can.
+        """
         ...
 
     def close(self) -> None:
         """Finish or drop what is queued, and give back threads."""
+        ...
+
+
+class LayerGate(Protocol):
+    """What a worker sees of the transfers: it waits for layers, and tells when a step is over."""
+
+    def wait_layer(self, transfer_ids: tuple[int, ...], layer: int) -> None:
+        """Return when `layer` of all these loads is on the device, or will never be."""
+        ...
+
+    def step_finished(self, step: int) -> None:
+        """See `Transfers.step_finished`."""
         ...
