@@ -1,4 +1,4 @@
-"""Transfers: pages that cross a tier boundary, decided by the tier controller, carried out elsewhere.
+"""Transfers: pages that cross a tier boundary, decided by the controller, carried out elsewhere.
 
     device --BACKUP_HOST--> host --BACKUP_STORAGE--> storage
     device <--LOAD_BACK---- host <----PREFETCH------ storage
@@ -33,12 +33,13 @@ __all__ = ["LayerGate", "Transfer", "TransferKind", "TransferResult", "Transfers
 
 
 class TransferKind(enum.Enum):
-    """The four ways between tiers."""
+    """The four ways between tiers, and a question that moves nothing."""
 
     BACKUP_HOST = "backup_host"
     LOAD_BACK = "load_back"
     BACKUP_STORAGE = "backup_storage"
     PREFETCH = "prefetch"
+    PROBE = "probe"  # which of `links` are in storage: so host pages are reserved for hits only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +60,12 @@ class Transfer:
 
     @property
     def num_pages(self) -> int:
-        return max(len(self.device), len(self.host))
+        return max(len(self.device), len(self.host), len(self.links))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferResult:
-    """What became of a transfer. `done[i]`: page i arrived whole and verified."""
+    """What became of a transfer. `done[i]`: page i arrived whole and verified (PROBE: is there)."""
 
     id: int
     done: npt.NDArray[np.bool_]  # (n,)
