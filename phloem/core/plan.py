@@ -109,3 +109,4 @@ class StepResult:
     step: int
     rows: tuple[RowResult, ...]
     compute_s: float = 0.0
+    load_wait_s: float = 0.0  # the part of compute_s in which a layer's pages were waited for

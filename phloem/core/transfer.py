@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -52,8 +52,8 @@ class Transfer:
 
     id: int
     kind: TransferKind
-    device: PageRefs = NO_REFS
-    host: npt.NDArray[np.int64] = NO_REFS
+    device: PageRefs = field(default_factory=lambda: NO_REFS)
+    host: npt.NDArray[np.int64] = field(default_factory=lambda: NO_REFS)
     links: tuple[bytes, ...] = ()
     after_step: int = -1
     deadline_s: float = math.inf  # on the loop's clock; storage only
