@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -11,14 +11,16 @@ import torch
 from phloem.attention import GatherAttention, ReferenceAttention
 from phloem.config.checkpoint import read_model_config
 from phloem.config.model import ModelConfig
+from phloem.core.clock import MonotonicClock
 from phloem.core.errors import ConfigError
 from phloem.kernels import make_ops
 from phloem.kv.layout import PageLayout, default_head_groups
 from phloem.kv.sizing import num_pages_for, pages_for_tokens
 from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
 from phloem.models import Decoder, load_weights
-from phloem.pools import DevicePool
+from phloem.pools import DevicePool, HostArena
 from phloem.pools.device import torch_dtype
+from phloem.transfer import TransferEngine, TransferHooks, make_copier
 from phloem.worker.memory import activation_bytes
 from phloem.worker.rows import RowTables
 from phloem.worker.runner import Hooks, Runner
@@ -33,6 +35,7 @@ class WorkerOptions:
 
     `max_model_len` None: what the model was trained for. `threads` None: PyTorch's choice.
     `inline`: run plans inside `submit` instead of on a thread.
+    `host_pages`: pages of the host arena; with 0 there are no transfers.
     """
 
     dtype: str = "bf16"  # weights, activations and KV: "fp32" or "bf16"
@@ -47,6 +50,8 @@ class WorkerOptions:
     ops: str = "torch"
     hooks: Hooks = field(default_factory=Hooks)
     inline: bool = False
+    host_pages: int = 0  # 0: no host tier
+    transfer_hooks: TransferHooks | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +66,8 @@ class LoadedWorker:
     max_model_len: int
     weight_bytes: int
     activation_bytes: int
+    host: HostArena | None = None
+    transfers: TransferEngine | None = None  # close it after the worker
 
     @property
     def page_bytes(self) -> int:
@@ -103,8 +110,10 @@ def load_worker(
         path, config, dtype=torch_dtype(dtype), device=device, on_progress=on_progress
     )
     ops = make_ops(options.ops)
-    layout = PageLayout(spec, num_pages, default_head_groups(config.num_kv_heads))
-    pool = DevicePool(layout, device=device)
+    pool = DevicePool(
+        PageLayout(spec, num_pages, default_head_groups(config.num_kv_heads)), device=device
+    )
+    arena, transfers = _host_tier(options, pool)
     slow = options.ops == "reference"
     runner = Runner(
         Decoder(config, weights, ops=ops, num_positions=max_len),
@@ -115,6 +124,7 @@ def load_worker(
             max_pages=pages_for_tokens(max_len, options.page_size),
         ),
         hooks=options.hooks,
+        gate=transfers,
     )
     return LoadedWorker(
         worker=InlineWorker(runner, pool) if options.inline else TorchWorker(runner, pool),
@@ -127,7 +137,23 @@ def load_worker(
         activation_bytes=activation_bytes(
             config, options.max_prefill_tokens, dtype=dtype, max_running=options.max_running
         ),
+        host=arena,
+        transfers=transfers,
     )
+
+
+def _host_tier(
+    options: WorkerOptions, pool: DevicePool
+) -> tuple[HostArena | None, TransferEngine | None]:
+    if options.host_pages < 0:
+        raise ConfigError(f"host_pages must be at least 0, got {options.host_pages}")
+    if options.host_pages == 0:
+        return None, None
+    arena = HostArena(replace(pool.layout, num_pages=options.host_pages))
+    engine = TransferEngine(
+        arena, make_copier(pool, arena), MonotonicClock(), hooks=options.transfer_hooks
+    )
+    return arena, engine
 
 
 def _dtype(name: str) -> KVDtype:

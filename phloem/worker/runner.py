@@ -17,9 +17,11 @@ from torch import Tensor
 from phloem.attention import AttentionBackend
 from phloem.core.plan import RowResult, StepPlan, StepResult
 from phloem.core.refs import slots_of
+from phloem.core.transfer import LayerGate
 from phloem.models import Decoder
 from phloem.pools import DevicePool
 from phloem.worker.inputs import StepInputs, build_inputs
+from phloem.worker.layer_waits import LayerWaits
 from phloem.worker.memory import logits_rows_per_pass
 from phloem.worker.rows import RowTables
 from phloem.worker.sampler import Candidate, sample
@@ -58,9 +60,10 @@ class Runner:
         attention: AttentionBackend[Any],
         tables: RowTables,
         hooks: Hooks,
+        gate: LayerGate | None = None,
     ) -> None:
         self._model, self._pool, self._attention = model, pool, attention
-        self._tables, self._hooks = tables, hooks
+        self._tables, self._hooks, self._gate = tables, hooks, gate
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -69,24 +72,32 @@ class Runner:
         if self._hooks.nan_fill:
             self._pool.fill_nan(slots_of(plan.freed_pages))
         self._tables.apply(plan)
-        results = self._forward(plan) if plan.rows else []
+        layers = LayerWaits(self._gate, plan.loads, self._hooks.on_layer)
+        results = self._forward(plan, layers) if plan.rows else []
+        if self._gate is not None:
+            self._gate.step_finished(plan.step)
         return StepResult(
-            step=plan.step, rows=tuple(results), compute_s=time.perf_counter() - started
+            step=plan.step,
+            rows=tuple(results),
+            compute_s=time.perf_counter() - started,
+            load_wait_s=layers.waited_s,
         )
 
-    def _forward(self, plan: StepPlan) -> list[RowResult]:
+    def _forward(self, plan: StepPlan, layers: LayerWaits) -> list[RowResult]:
         inputs = build_inputs(
             plan,
             self._tables,
             page_size=self._pool.layout.spec.page_size,
             device=self._model.device,
         )
+        meta = self._attention.plan(inputs.batch)
+        layers.wait()
         hidden = self._model.forward(
             inputs.tokens,
             inputs.positions,
             attention=self._attention,
-            meta=self._attention.plan(inputs.batch),
-            on_layer=self._hooks.on_layer,
+            meta=meta,
+            on_layer=layers.layer_done,
         )
         if self._hooks.capture_logits is not None:
             self._capture(plan, inputs, hidden, self._hooks.capture_logits)

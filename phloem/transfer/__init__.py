@@ -1,0 +1,8 @@
+"""Movers: pages between device pool, host arena and storage, on threads of their own."""
+
+from __future__ import annotations
+
+from phloem.transfer.copier import make_copier
+from phloem.transfer.engine import TransferEngine, TransferHooks
+
+__all__ = ["TransferEngine", "TransferHooks", "make_copier"]

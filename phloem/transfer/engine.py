@@ -1,0 +1,210 @@
+"""The transfer engine: one thread that copies, a store that reads and writes, results by poll.
+
+submit --> jobs --> copy thread: a chunk at a time (layers of a load, pages of a backup)
+   |                   |-- after each chunk: layer waiters are woken
+   |                   `-- at the end: results --> poll
+   `--> StorageMover --> PageStore (threads of its own) --> poll
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from phloem.core.clock import Clock
+from phloem.core.refs import slots_of
+from phloem.core.transfer import Transfer, TransferKind, TransferResult
+from phloem.pools import HostArena
+from phloem.transfer.copier import Copier
+from phloem.transfer.jobs import CopyJob, next_job
+from phloem.transfer.storage import StorageMover
+
+__all__ = ["TransferEngine", "TransferHooks"]
+
+logger = logging.getLogger(__name__)
+
+# One chunk: long enough that waking waiters costs nothing, short enough that a load need not wait.
+CHUNK_BYTES = 8 << 20
+# A step waits so long for a layer; then something is broken, and failing is better than hanging.
+LAYER_PATIENCE_S = 120.0
+_SLICE_S = 0.001  # with two things to wait for, each is looked at so often
+
+_COPIES = (TransferKind.BACKUP_HOST, TransferKind.LOAD_BACK)
+
+
+def _nothing(transfer: Transfer, position: int) -> None:
+    """Nobody watches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferHooks:
+    """Named points for tests, called on the copy thread: they may block, or raise to fail it.
+
+    `before_chunk(transfer, position)`: the next chunk begins at that layer (loads) or page
+    (backups). `whole_layers`: a load moves one layer at a time, whatever its size.
+    """
+
+    before_chunk: Callable[[Transfer, int], None] = _nothing
+    whole_layers: bool = False
+
+
+class TransferEngine:
+    """Implements `core.transfer.Transfers` and `LayerGate`. Close it.
+
+    `submit, poll, released, wait, cancel` and attaching belong to one thread, the controller's;
+    `wait_layer` to the worker's; `step_finished` to any.
+    """
+
+    def __init__(
+        self,
+        arena: HostArena,
+        copier: Copier,
+        clock: Clock,
+        *,
+        hooks: TransferHooks | None = None,
+    ) -> None:
+        self._layout = arena.layout
+        self._copier = copier
+        self._hooks = hooks or TransferHooks()
+        self._storage = StorageMover(arena, clock)
+        self._changed = threading.Condition()
+        # All below: under _changed.
+        self._jobs: list[CopyJob] = []
+        self._loads: dict[int, CopyJob] = {}  # until they are polled
+        self._results: list[TransferResult] = []
+        self._finished_step = -1
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="phloem-transfer", daemon=True)
+        self._thread.start()
+
+    @property
+    def storage(self) -> StorageMover:
+        """Where stores are attached and detached."""
+        return self._storage
+
+    def submit(self, transfer: Transfer) -> None:
+        if transfer.kind not in _COPIES:
+            self._storage.submit(transfer)
+            return
+        job = CopyJob(transfer, self._layout.spec.num_layers)
+        with self._changed:
+            assert not self._closed, "the transfer engine is closed"
+            self._jobs.append(job)
+            if job.is_load:
+                self._loads[transfer.id] = job
+            self._changed.notify_all()
+
+    def poll(self) -> list[TransferResult]:
+        with self._changed:
+            results, self._results = self._results, []
+            for result in results:
+                self._loads.pop(result.id, None)
+        return results + self._storage.poll()
+
+    def released(self) -> list[int]:
+        return self._storage.released()
+
+    def wait(self, timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
+        while (left := end - time.monotonic()) > 0:
+            if self._storage.ready:
+                return
+            storing = self._storage.busy
+            with self._changed:
+                if self._results:
+                    return
+                if not storing:
+                    self._changed.wait_for(lambda: bool(self._results), left)
+                    return
+                copying = bool(self._jobs)
+            self._storage.wait(min(left, _SLICE_S) if copying else left)
+
+    def cancel(self, transfer_id: int) -> None:
+        self._storage.cancel(transfer_id)
+        with self._changed:
+            for job in self._jobs:
+                if job.transfer.id == transfer_id:
+                    job.cancelled = True
+            self._changed.notify_all()
+
+    def step_finished(self, step: int) -> None:
+        with self._changed:
+            if step > self._finished_step:
+                self._finished_step = step
+                self._changed.notify_all()
+
+    def wait_layer(self, transfer_ids: tuple[int, ...], layer: int) -> None:
+        for transfer_id in transfer_ids:
+            with self._changed:
+                if not self._changed.wait_for(
+                    functools.partial(self._has_layer, transfer_id, layer), LAYER_PATIENCE_S
+                ):
+                    raise RuntimeError(
+                        f"layer {layer} of load {transfer_id} did not arrive within "
+                        f"{LAYER_PATIENCE_S:g} s"
+                    )
+
+    def _has_layer(self, transfer_id: int, layer: int) -> bool:
+        """Whether nobody need wait; a load that is unknown has been complete for long."""
+        job = self._loads.get(transfer_id)
+        return job is None or job.ended or job.progress > layer or self._closed
+
+    def close(self) -> None:
+        """Drop what is queued, let the running chunk end, join the thread. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._storage.close()
+
+    def _serve(self) -> None:
+        while (job := self._take()) is not None:
+            self._advance(job)
+
+    def _take(self) -> CopyJob | None:
+        """Wait for a job that is ready; None when closed."""
+        with self._changed:
+            while not self._closed:
+                job = next_job(self._jobs, self._finished_step)
+                if job is not None:
+                    return job
+                self._changed.wait()
+            return None
+
+    def _advance(self, job: CopyJob) -> None:
+        """One chunk of `job`, without the lock; then tell everybody."""
+        progress, error = job.progress, None
+        started = time.perf_counter()
+        if not job.cancelled and progress < job.goal:
+            try:
+                self._hooks.before_chunk(job.transfer, progress)
+                progress = self._copy(job.transfer, progress)
+            except Exception as failure:  # the thread's entry point: the others go on
+                logger.exception("%s %d failed", job.transfer.kind.value, job.transfer.id)
+                error = f"{type(failure).__name__}: {failure}"
+        with self._changed:
+            job.seconds += time.perf_counter() - started
+            job.progress, job.error = progress, error
+            if job.cancelled or error is not None or progress >= job.goal:
+                job.ended = True
+                self._jobs.remove(job)
+                self._results.append(job.result(self._layout.spec.page_bytes))
+            self._changed.notify_all()
+
+    def _copy(self, transfer: Transfer, progress: int) -> int:
+        """Copy a chunk; returns the progress after it."""
+        device, host = slots_of(transfer.device), transfer.host
+        spec = self._layout.spec
+        if transfer.kind is TransferKind.BACKUP_HOST:
+            end = min(len(host), progress + max(1, CHUNK_BYTES // spec.page_bytes))
+            self._copier.to_host(device[progress:end], host[progress:end])
+            return end
+        layer_bytes = len(host) * spec.page_bytes // spec.num_layers
+        count = 1 if self._hooks.whole_layers else max(1, CHUNK_BYTES // max(1, layer_bytes))
+        end = min(spec.num_layers, progress + count)
+        self._copier.to_device(device, host, progress, end)
+        return end

@@ -1,0 +1,63 @@
+"""What the copy thread has to do: jobs, their order, and how far each one is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from phloem.core.transfer import Transfer, TransferKind, TransferResult
+
+__all__ = ["CopyJob", "next_job"]
+
+
+@dataclass(slots=True, eq=False)
+class CopyJob:
+    """A BACKUP_HOST (pages done so far) or a LOAD_BACK (layers done so far)."""
+
+    transfer: Transfer
+    num_layers: int
+    progress: int = 0  # pages of a backup, layers of a load
+    cancelled: bool = False
+    ended: bool = False
+    error: str | None = None
+    seconds: float = field(default=0.0)
+
+    @property
+    def is_load(self) -> bool:
+        return self.transfer.kind is TransferKind.LOAD_BACK
+
+    @property
+    def goal(self) -> int:
+        """The progress at which it is complete."""
+        return self.num_layers if self.is_load else self.transfer.num_pages
+
+    def result(self, page_bytes: int) -> TransferResult:
+        """A load has all its pages or none; a backup those that were copied."""
+        num_pages = self.transfer.num_pages
+        done = np.zeros(num_pages, dtype=np.bool_)
+        complete = self.progress if not self.is_load else num_pages * (self.progress == self.goal)
+        done[:complete] = True
+        return TransferResult(
+            id=self.transfer.id,
+            done=done,
+            num_bytes=complete * page_bytes,
+            seconds=self.seconds,
+            error=self.error,
+        )
+
+
+def next_job(jobs: list[CopyJob], finished_step: int) -> CopyJob | None:
+    """Loads before backups; among loads the one whose next layer is needed first.
+
+    A cancelled job is always ready: it only has to be reported.
+    """
+    best: CopyJob | None = None
+    for job in jobs:
+        if job.cancelled:
+            return job
+        if job.transfer.after_step > finished_step:
+            continue
+        if best is None or (job.is_load and (not best.is_load or job.progress < best.progress)):
+            best = job
+    return best
