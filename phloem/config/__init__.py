@@ -9,6 +9,7 @@ from phloem.config.options import (
     RuntimeOptions,
     SchedulerOptions,
     ServerOptions,
+    TierOptions,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "RuntimeOptions",
     "SchedulerOptions",
     "ServerOptions",
+    "TierOptions",
 ]

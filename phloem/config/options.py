@@ -16,6 +16,7 @@ __all__ = [
     "RuntimeOptions",
     "SchedulerOptions",
     "ServerOptions",
+    "TierOptions",
 ]
 
 # Tokens a page on each device: small where sharing is worth more than long copies.
@@ -90,6 +91,43 @@ class CacheOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierOptions:
+    """Where cached pages go when the device is full: host memory, then a directory."""
+
+    host_memory: str = setting(
+        "auto",
+        "memory of the host tier, such as 16GB; 0: none; auto: none, but some with --storage",
+    )
+    storage: str | None = setting(
+        None, "directory that keeps cached pages across restarts; default: none"
+    )
+    storage_size: str = setting("20GB", "what the directory may hold at most")
+
+    def __post_init__(self) -> None:
+        validate(self)
+        parse_bytes(self.storage_size)
+        if self.host_memory not in ("auto", "0"):
+            parse_bytes(self.host_memory)
+        if self.storage is not None and not self.storage.strip():
+            raise ConfigError("--storage must name a directory")
+        if self.storage is not None and self.host_memory == "0":
+            raise ConfigError(
+                "--storage needs host memory to pass through: leave out --host-memory 0"
+            )
+
+    @property
+    def host_memory_bytes(self) -> int | None:
+        """The memory asked for (0: no host tier), or None for auto with storage."""
+        if self.host_memory == "auto":
+            return 0 if self.storage is None else None
+        return 0 if self.host_memory == "0" else parse_bytes(self.host_memory)
+
+    @property
+    def storage_size_bytes(self) -> int:
+        return parse_bytes(self.storage_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
     """Which requests run together, and in what order."""
 
@@ -158,6 +196,7 @@ class Config:
 
     model: ModelOptions = field(default_factory=ModelOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
+    tiers: TierOptions = field(default_factory=TierOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     server: ServerOptions = field(default_factory=ServerOptions)
     runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
@@ -167,6 +206,10 @@ class Config:
         if budget < self.page_size:
             raise ConfigError(
                 f"--max-prefill-tokens {budget} is less than one page of {self.page_size} tokens"
+            )
+        if not self.cache.prefix_cache and self.tiers.host_memory_bytes != 0:
+            raise ConfigError(
+                "--no-prefix-cache leaves nothing to keep in --host-memory or --storage"
             )
 
     @property

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
-from phloem.config import CacheOptions, Config, ModelOptions, RuntimeOptions, SchedulerOptions
+from phloem.config import (
+    CacheOptions,
+    Config,
+    ModelOptions,
+    RuntimeOptions,
+    SchedulerOptions,
+    TierOptions,
+)
 from phloem.config.checkpoint import read_model_config
 from phloem.core.errors import BadRequest, ConfigError, EngineDead
 from phloem.core.namespace import make_namespace
@@ -79,6 +86,7 @@ def config_from_settings(model: str, settings: Mapping[str, Any]) -> Config:
     groups: dict[str, type[Any]] = {
         "model": ModelOptions,
         "cache": CacheOptions,
+        "tiers": TierOptions,
         "scheduler": SchedulerOptions,
         "runtime": RuntimeOptions,
     }

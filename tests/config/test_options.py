@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from phloem.config import CacheOptions, Config, ModelOptions, SchedulerOptions, ServerOptions
+from phloem.config import (
+    CacheOptions,
+    Config,
+    ModelOptions,
+    SchedulerOptions,
+    ServerOptions,
+    TierOptions,
+)
 from phloem.config.flags import FlagParser, add_settings, given_settings
 from phloem.config.load import ENV_API_KEY, config_from, config_groups, read_config_file
 from phloem.config.setting import settings_of
@@ -171,3 +178,29 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 @pytest.mark.parametrize("size", [1, 1023, 1024, 5 * 2**20, 3 * 2**40])
 def test_a_printed_size_reads_back_to_within_a_tenth(size: int) -> None:
     assert parse_bytes(format_bytes(size).replace(" ", "")) == pytest.approx(size, rel=0.1)
+
+
+def test_host_memory_is_off_unless_asked_for_or_needed_by_storage() -> None:
+    assert TierOptions().host_memory_bytes == 0
+    assert TierOptions(host_memory="0").host_memory_bytes == 0
+    assert TierOptions(host_memory="1GB").host_memory_bytes == 10**9
+    assert TierOptions(storage="/kept").host_memory_bytes is None  # the engine chooses
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"storage": "/kept", "host_memory": "0"}, "--storage needs host memory"),
+        ({"storage": " "}, "must name a directory"),
+        ({"host_memory": "lots"}, "'lots' is not a size"),
+        ({"storage_size": "0"}, "is not a size|less than one byte"),
+    ],
+)
+def test_tiers_that_cannot_be_are_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TierOptions(**options)
+
+
+def test_tiers_need_the_prefix_cache() -> None:
+    with pytest.raises(ConfigError, match="--no-prefix-cache"):
+        Config(cache=CacheOptions(prefix_cache=False), tiers=TierOptions(host_memory="1GB"))
