@@ -12,6 +12,7 @@ from phloem.config.checkpoint import read_model_config
 from phloem.config.units import format_bytes
 from phloem.core.errors import ConfigError
 from phloem.engine.api import ModelCard
+from phloem.engine.build_tiers import host_pages, tier_parts
 from phloem.engine.core import BuildHooks
 from phloem.engine.facts import EngineFacts
 from phloem.engine.loop_core import LoopCore, make_loop_core
@@ -29,17 +30,19 @@ def build_core(config: Config, hooks: BuildHooks, eos_ids: tuple[int, ...]) -> L
     """Load the model and join it with cache, scheduler and loop. Raises ConfigError."""
     start_s = time.monotonic()
     model = resolve_model(config.model.model)
-    options = _worker_options(config, hooks, _dtype(config, model.path))
-    _check_memory(options, model.path)
+    options = _worker_options(config, hooks, model.path)
     loaded = load_worker(
         model.path,
         options,
         on_progress=lambda done, total: hooks.on_load(done, total, "loading weights"),
     )
+    tiers = tier_parts(config, loaded, model.path)
     name = config.model.served_model_name or model.name
     facts = _facts(config, options, loaded, name=name, path=str(model.path), start_s=start_s)
     every_eos = tuple(dict.fromkeys((*eos_ids, *loaded.config.eos_ids)))
-    return make_loop_core(config, hooks, worker=loaded.worker, facts=facts, eos_ids=every_eos)
+    return make_loop_core(
+        config, hooks, worker=loaded.worker, facts=facts, eos_ids=every_eos, tiers=tiers
+    )
 
 
 def _dtype(config: Config, path: Path) -> str:
@@ -55,28 +58,34 @@ def _auto_kv_bytes(device: str) -> int:
     return default_kv_bytes(available_memory_bytes())
 
 
-def _check_memory(options: WorkerOptions, path: Path) -> None:
+def _check_memory(kv_bytes: int, host_bytes: int) -> None:
     """Pages are backed by memory only when they are first written: too many would kill it later."""
     available = available_memory_bytes()
-    if options.device != "cpu" or available is None:
+    asked = kv_bytes + host_bytes
+    if available is None or asked <= available:
         return
-    dtype = KVDtype(options.dtype)
-    spec = kv_spec(read_model_config(path), dtype=dtype, page_size=options.page_size)
-    asked = options.kv_bytes or (options.num_pages or 0) * spec.page_bytes
-    if asked > available:
-        raise ConfigError(
-            f"the KV cache would take {format_bytes(asked)}, but only {format_bytes(available)} "
-            "of memory are available; lower --num-pages or --kv-memory"
-        )
+    if host_bytes == 0:
+        what, lower = "the KV cache", "--num-pages or --kv-memory"
+    else:
+        what, lower = "the KV cache and its host tier", "--kv-memory or --host-memory"
+    raise ConfigError(
+        f"{what} would take {format_bytes(asked)}, but only {format_bytes(available)} "
+        f"of memory are available; lower {lower}"
+    )
 
 
-def _worker_options(config: Config, hooks: BuildHooks, dtype: str) -> WorkerOptions:
+def _worker_options(config: Config, hooks: BuildHooks, path: Path) -> WorkerOptions:
+    dtype, device = _dtype(config, path), config.model.device
     kv_bytes = None
     if config.cache.num_pages is None:
-        kv_bytes = config.cache.kv_memory_bytes or _auto_kv_bytes(config.model.device)
+        kv_bytes = config.cache.kv_memory_bytes or _auto_kv_bytes(device)
+    spec = kv_spec(read_model_config(path), dtype=KVDtype(dtype), page_size=config.page_size)
+    asked = kv_bytes or (config.cache.num_pages or 0) * spec.page_bytes
+    num_host = host_pages(config, spec, device_pages=asked // spec.page_bytes)
+    _check_memory(asked if device == "cpu" else 0, num_host * spec.page_bytes)
     return WorkerOptions(
         dtype=dtype,
-        device=config.model.device,
+        device=device,
         page_size=config.page_size,
         num_pages=config.cache.num_pages,
         kv_bytes=kv_bytes,
@@ -85,6 +94,7 @@ def _worker_options(config: Config, hooks: BuildHooks, dtype: str) -> WorkerOpti
         max_prefill_tokens=config.scheduler.max_prefill_tokens,
         threads=config.runtime.threads or usable_cpus(),
         hooks=Hooks(on_layer=hooks.on_layer),
+        host_pages=num_host,
     )
 
 
@@ -118,4 +128,6 @@ def _facts(
         load_s=time.monotonic() - start_s,
         prefix_cache=config.cache.prefix_cache,
         schedule_policy=config.scheduler.schedule_policy,
+        host_pages=options.host_pages,
+        storage=config.tiers.storage,
     )

@@ -21,6 +21,8 @@ class EngineFacts:
     load_s: float
     prefix_cache: bool
     schedule_policy: str
+    host_pages: int = 0
+    storage: str | None = None  # the directory it started with
 
     @property
     def kv_bytes(self) -> int:
@@ -45,9 +47,17 @@ def startup_rows(facts: EngineFacts) -> list[tuple[str, str]]:
         ("pages", f"{card.num_pages:,}"),
         ("token capacity", f"{facts.token_capacity:,}"),
         ("KV memory", format_bytes(facts.kv_bytes)),
+        ("host tier", _host_tier(facts)),
+        ("storage", facts.storage or "off"),
         ("weights", format_bytes(facts.weight_bytes)),
         ("step memory", f"at most {format_bytes(facts.activation_bytes)}"),
         ("prefix cache", "on" if facts.prefix_cache else "off"),
         ("schedule policy", facts.schedule_policy),
         ("loaded in", f"{facts.load_s:.1f} s"),
     ]
+
+
+def _host_tier(facts: EngineFacts) -> str:
+    if facts.host_pages == 0:
+        return "off"
+    return f"{facts.host_pages:,} pages ({format_bytes(facts.host_pages * facts.card.page_bytes)})"

@@ -13,6 +13,7 @@ from phloem.core.request import GenerateRequest
 from phloem.core.stats import EngineStats
 from phloem.engine.core import BuildHooks
 from phloem.engine.facts import EngineFacts
+from phloem.engine.tier_parts import TierParts
 from phloem.loop import EngineLoop
 from phloem.sched import Scheduler, SchedulerConfig
 
@@ -26,6 +27,7 @@ class LoopCore:
     loop: EngineLoop
     worker: Worker
     facts: EngineFacts
+    tiers: TierParts | None = None
 
     def add(self, request: GenerateRequest) -> None:
         self.loop.add(request)
@@ -47,6 +49,8 @@ class LoopCore:
 
     def close(self) -> None:
         self.worker.close()
+        if self.tiers is not None:
+            self.tiers.close()
 
 
 def make_loop_core(
@@ -56,8 +60,9 @@ def make_loop_core(
     worker: Worker,
     facts: EngineFacts,
     eos_ids: tuple[int, ...],
+    tiers: TierParts | None = None,
 ) -> LoopCore:
-    """Join a worker with the control plane. Takes over the worker."""
+    """Join a worker with the control plane. Takes over the worker and the tiers."""
     cache = PrefixCache(
         page_size=facts.card.page_size,
         num_pages=(facts.card.num_pages,),
@@ -78,4 +83,4 @@ def make_loop_core(
         cache,
     )
     loop = EngineLoop(scheduler, worker, MonotonicClock(), lambda chunks: hooks.emit(list(chunks)))
-    return LoopCore(loop, worker, facts)
+    return LoopCore(loop, worker, facts, tiers)

@@ -59,8 +59,11 @@ def test_yaml_can_hold_every_flag(tmp_path: Path) -> None:
         "page_size": 4,
         "num_pages": 7,
         "kv_memory": "auto",
-        "prefix_cache": False,
+        "prefix_cache": True,  # the tiers below need it
         "eviction_policy": "lru",
+        "host_memory": "1GB",
+        "storage": "/kept",
+        "storage_size": "2GB",
         "schedule_policy": "hrrn",
         "max_prefill_tokens": 128,
         "max_running": 3,

@@ -1,0 +1,83 @@
+"""The tiers below the device, as the real core builds them: host arena, transfers, store."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from phloem.config import Config
+from phloem.config.units import format_bytes
+from phloem.core.clock import MonotonicClock
+from phloem.core.errors import ConfigError
+from phloem.core.store import PageStore
+from phloem.engine.identity import key_facts
+from phloem.engine.resources import available_memory_bytes
+from phloem.engine.tier_parts import StoragePort, TierParts
+from phloem.kv.spec import KVSpec
+from phloem.stores import StoreOptions, open_store
+from phloem.worker import LoadedWorker
+
+__all__ = ["host_pages", "open_storage", "tier_parts"]
+
+logger = logging.getLogger(__name__)
+
+# Host memory when storage needs some and the user names none: twice the device's, within reason.
+_AUTO_RATIO = 2
+_AUTO_SHARE = 0.25
+_AUTO_UNKNOWN_BYTES = 1 << 30
+_STORE_THREADS = 2
+
+
+def host_pages(config: Config, spec: KVSpec, *, device_pages: int) -> int:
+    """Pages of the host arena; 0 for none. Raises ConfigError if the memory cannot hold one."""
+    asked = config.tiers.host_memory_bytes
+    if asked == 0:
+        return 0
+    if asked is None:
+        available = available_memory_bytes()
+        room = _AUTO_UNKNOWN_BYTES if available is None else int(available * _AUTO_SHARE)
+        asked = max(spec.page_bytes, min(_AUTO_RATIO * device_pages * spec.page_bytes, room))
+    pages = asked // spec.page_bytes
+    if pages < 1:
+        raise ConfigError(
+            f"--host-memory of {asked:,} bytes holds no KV page of {spec.page_bytes:,} bytes"
+        )
+    return pages
+
+
+def open_storage(directory: str, size_bytes: int) -> PageStore:
+    """The segment store in `directory`. Raises ConfigError if it cannot be used. Blocks."""
+    options = StoreOptions(
+        location=str(Path(directory).expanduser()),
+        size_bytes=size_bytes,
+        num_threads=_STORE_THREADS,
+    )
+    store = open_store("segment", options, MonotonicClock())
+    stats = store.stats()
+    logger.info(
+        "storage %s: %d objects, %s", directory, stats.objects, format_bytes(stats.used_bytes)
+    )
+    return store
+
+
+def tier_parts(config: Config, loaded: LoadedWorker, path: Path) -> TierParts | None:
+    """None without a host tier. Attaches the store that the settings name."""
+    transfers, host = loaded.transfers, loaded.host
+    if transfers is None or host is None:
+        return None
+    storage = transfers.storage
+    if config.tiers.storage is not None:
+        storage.attach(open_storage(config.tiers.storage, config.tiers.storage_size_bytes))
+    return TierParts(
+        transfers=transfers,
+        num_host_pages=host.num_pages,
+        page_bytes=loaded.page_bytes,
+        key_facts=key_facts(path, loaded.config, host.layout),
+        storage=StoragePort(
+            attach=storage.attach,
+            detach=storage.detach,
+            attached=lambda: storage.attached,
+            stats=storage.stats,
+        ),
+        close=transfers.close,
+    )
