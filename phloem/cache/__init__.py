@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phloem.cache.eviction import EVICTION_POLICIES, EvictionPolicy
+from phloem.cache.host_ledger import HostTier
 from phloem.cache.invariants import check_invariants
 from phloem.cache.match import Match
 from phloem.cache.prefix_cache import PrefixCache
@@ -13,6 +14,7 @@ __all__ = [
     "EVICTION_POLICIES",
     "CacheState",
     "EvictionPolicy",
+    "HostTier",
     "Match",
     "PagesChanged",
     "PrefixCache",

@@ -9,7 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from phloem.cache.node import REF_BYTES, Node
+from phloem.cache.chain import KEY_BYTES
+from phloem.cache.node import Node
 from phloem.core.errors import ConfigError
 
 __all__ = ["EVICTION_POLICIES", "EvictionPolicy", "LruPolicy", "make_eviction_policy"]
@@ -33,8 +34,16 @@ class EvictionPolicy(Protocol):
         """
         ...
 
+    def replaced(self, victim: Node, rest: Node) -> None:
+        """The next victim lost its tail: what is left of it, `rest`, is in its place."""
+        ...
+
+    def oldest(self) -> Iterable[Node]:
+        """All unlocked nodes, the next victim first."""
+        ...
+
     def order(self) -> list[Node]:
-        """All unlocked nodes, the next victim first (for checks)."""
+        """The same as a list (for checks)."""
         ...
 
 
@@ -66,13 +75,21 @@ class LruPolicy:
         if num_pages <= 0:
             return out
         for node in self._nodes:
-            pages = len(node.refs) // REF_BYTES
+            pages = len(node.chain) // KEY_BYTES
             if pages >= num_pages:
                 out.append((node, num_pages))
                 break
             out.append((node, pages))
             num_pages -= pages
         return out
+
+    def replaced(self, victim: Node, rest: Node) -> None:
+        del self._nodes[victim]
+        self._nodes[rest] = None
+        self._nodes.move_to_end(rest, last=False)
+
+    def oldest(self) -> Iterable[Node]:
+        return self._nodes
 
     def order(self) -> list[Node]:
         return list(self._nodes)

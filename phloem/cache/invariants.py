@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from phloem.cache.chain import chain_keys, unpack_keys
 from phloem.cache.components import ABSENT
+from phloem.cache.host_invariants import host_violations
 from phloem.cache.node import REF_BYTES, Node
 from phloem.cache.prefix_cache import PrefixCache
 from phloem.cache.reservation import Reservation
@@ -28,6 +29,7 @@ def violations(cache: PrefixCache, *, idle: bool = False) -> list[str]:
     out: list[str] = []
     for rule in (_shape, _edges, _locks, _pages, _tables, _counters, _order, _keys, _extras):
         out.extend(rule(cache))
+    out.extend(host_violations(cache, idle=idle))
     if idle:
         if cache.leader.reservations:
             out.append(f"{len(cache.leader.reservations)} reservations are open at idle")
@@ -73,7 +75,7 @@ def _edges(cache: PrefixCache) -> Iterator[str]:
             yield f"{node} is {'still' if linked else 'not'} among its parent's children"
         if not node.key or len(node.key) % tree.page_bytes:
             yield f"{node} holds no whole pages"
-        elif len(node.key) // tree.page_bytes != node.num_pages:
+        elif len(node.key) // tree.page_bytes != (len(node.refs or node.host) // REF_BYTES):
             yield f"{node} has tokens for {len(node.key) // tree.page_bytes} pages"
         if node.detached and not node.locks:
             yield f"{node} is detached and not locked"
@@ -85,6 +87,11 @@ def _locks(cache: PrefixCache) -> Iterator[str]:
     expected: Counter[int] = Counter()
     for reservation in cache.leader.reservations:
         node: Node | None = reservation.node if reservation.num_shared_pages else None
+        while node is not None and node is not tree.root:
+            expected[node.id] += 1
+            node = node.parent
+    for backup in cache.leader.backups:
+        node = backup.node
         while node is not None and node is not tree.root:
             expected[node.id] += 1
             node = node.parent
@@ -121,7 +128,7 @@ def _pages(cache: PrefixCache) -> Iterator[str]:
 def _tables(cache: PrefixCache) -> Iterator[str]:
     """The shared part of a page table is the tree's path, page by page."""
     for reservation in cache.leader.reservations:
-        if reservation.closed:
+        if reservation.closed and not reservation.load_slots:
             yield "a closed reservation is still listed"
         shared = reservation.num_shared_pages
         if not shared <= reservation.num_committed_pages <= reservation.num_pages:
@@ -143,8 +150,8 @@ def _counters(cache: PrefixCache) -> Iterator[str]:
     """Sums kept on the way equal sums made now."""
     tree = cache.state.tree
     nodes = _nodes(tree)
-    total = sum(node.num_pages for node in nodes)
-    locked = sum(node.num_pages for node in nodes if node.locks)
+    total = sum(len(node.refs) // REF_BYTES for node in nodes)
+    locked = sum(len(node.refs) // REF_BYTES for node in nodes if node.locks)
     if tree.total_pages != total:
         yield f"the tree counts {tree.total_pages} pages, it has {total}"
     if tree.locked_pages != locked:
@@ -162,7 +169,7 @@ def _order(cache: PrefixCache) -> Iterator[str]:
     """The policy knows exactly the unlocked nodes, and no parent before its child."""
     order = cache.leader.policy.order()
     place = {node.id: index for index, node in enumerate(order)}
-    unlocked = {node.id for node in _nodes(cache.state.tree) if not node.locks}
+    unlocked = {node.id for node in _nodes(cache.state.tree) if node.refs and not node.locks}
     if len(place) != len(order) or set(place) != unlocked:
         yield "the eviction policy's nodes are not the unlocked ones"
         return
@@ -191,7 +198,7 @@ def _extras(cache: PrefixCache) -> Iterator[str]:
         if len(node.extra) != len(tree.components) - 1:
             yield f"{node} has {len(node.extra)} further components"
         for state in node.extra:
-            if len(state.refs) != len(node.refs):
+            if len(state.refs) != len(node.chain):
                 yield f"{node} has {len(state.refs) // REF_BYTES} places of a component"
             if not 0 <= state.locks <= node.locks:
                 yield f"{node} has {state.locks} locks of a component"

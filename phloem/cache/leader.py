@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from typing import cast
 
+from phloem.cache.chain import KEY_BYTES
 from phloem.cache.eviction import EvictionPolicy
 from phloem.cache.ghosts import Ghosts
+from phloem.cache.host_ledger import Backup, HostLedger
 from phloem.cache.match import Match
 from phloem.cache.node import REF_BYTES, Node
 from phloem.cache.placement import PlacementPolicy
 from phloem.cache.reservation import Reservation
+from phloem.cache.residence import covered
 from phloem.cache.state import CacheState
 from phloem.core.errors import NoRoom
 from phloem.replica import CommandLog, commands
@@ -30,8 +33,11 @@ class Leader:
 
     __slots__ = (
         "_freed",
+        "backups",
+        "demoted_pages",
         "evicted_pages",
         "ghosts",
+        "host",
         "log",
         "placement",
         "policy",
@@ -39,6 +45,7 @@ class Leader:
         "reservations",
         "state",
         "tree",
+        "unbacked_pages",
     )
 
     def __init__(
@@ -49,6 +56,7 @@ class Leader:
         placement: PlacementPolicy,
         ghosts: Ghosts,
         record_freed: bool,
+        exclusive_host: bool = False,
     ) -> None:
         self.state = state
         self.tree = state.tree
@@ -57,16 +65,23 @@ class Leader:
         self.placement = placement
         self.ghosts = ghosts
         self.record_freed = record_freed
-        self.evicted_pages = 0
+        self.evicted_pages = 0  # from the device
+        self.demoted_pages = 0  # of these: they stay on the host
+        self.unbacked_pages = 0  # of these: lost although there is a host tier
+        self.host = HostLedger(state, self.log, ghosts, exclusive=exclusive_host)
         self.reservations: set[Reservation] = set()  # open now; never iterated to decide anything
+        self.backups: set[Backup] = set()  # in flight; never iterated to decide anything
         self._freed: list[bytes] = []
 
     def recall(self, match: Match) -> None:
         """Count the pages right after the match that were cached once."""
         tree = self.tree
-        start = match.num_pages * tree.page_bytes
+        node, pages = match.node, match.node_pages
+        start = (match.num_pages + match.host_pages) * tree.page_bytes
+        if match.host_node is not None:
+            node, pages = match.host_node, match.host_node_pages
         if start < match.end:
-            key = tree.chain_key(match.node, match.node_pages, match.namespace)
+            key = tree.chain_key(node, pages, match.namespace)
             self.ghosts.recall(tree.hasher, key, match.tokens, start, match.end, tree.page_bytes)
 
     @property
@@ -104,6 +119,8 @@ class Leader:
         self.ghosts.remember(keys)
         num_evicted = len(refs) // REF_BYTES
         self.evicted_pages += num_evicted
+        if self.host.capacity:
+            self.unbacked_pages += len(keys) // KEY_BYTES
         return num_evicted
 
     def free(self, refs: bytes) -> None:
@@ -136,7 +153,9 @@ class Leader:
     def split(self, node: Node, num_pages: int) -> Node:
         """Cut a node in two; returns the upper one."""
         upper = cast(Node, self.log.append(commands.split(node.id, num_pages)))
-        if not upper.locks:
+        if not upper.refs:
+            self.host.was_split(upper, node)
+        elif not upper.locks:
             self.policy.unlocked((upper,))
         return upper
 
@@ -145,6 +164,8 @@ class Leader:
         if (
             node.locks == 1
             and not node.children
+            and not node.host
+            and not node.stored
             and len(node.key) <= max(APPEND_BYTES, len(tokens))
             and node is not self.tree.root
         ):
@@ -154,6 +175,8 @@ class Leader:
 
     def flush(self) -> int:
         """Drop all that can be, make the rest unfindable; returns the pages still in use."""
+        if self.tree.host_pages:
+            self.host.forget_all()
         self._drop(self.evictable_pages)
         self.ghosts.keys.clear()  # what is flushed did not go too early
         self.log.append(commands.detach())
@@ -161,11 +184,33 @@ class Leader:
             reservation.stop_sharing()
         return sum(a.capacity for a in self.state.allocators) - self.state.free_pages
 
+    def begin_backup(self, node: Node, num_pages: int) -> Backup | None:
+        """Lock the `num_pages` pages that end with `node`, and find them slots on the host.
+
+        None, and nothing changed, if the host has no room.
+        """
+        slots = self.host.allocate(num_pages)
+        if slots is None:
+            return None
+        refs = b"".join([n.refs for n in reversed(list(covered(self.tree, node, num_pages)))])
+        self.lock(node, self.tree.root)
+        backup = Backup(node=node, refs=refs, slots=slots)
+        self.backups.add(backup)
+        return backup
+
+    def end_backup(self, backup: Backup, *, done: bool) -> None:
+        """The copy has ended: the host copies count from now on, or their slots are free again."""
+        self.backups.discard(backup)
+        self.host.end_backup(backup, done=done)
+        self.unlock(backup.node)
+
     def _drop(self, num_pages: int) -> tuple[bytes, bytes]:
-        """Free up to `num_pages` unlocked pages; returns their refs and content keys."""
+        """Free up to `num_pages` unlocked pages; returns their refs and lost content keys."""
         victims = self.policy.victims(num_pages)
         if not victims:
             return b"", b""
+        if self.tree.host_pages:
+            return self._drop_or_demote(victims)
         flat = [number for node, pages in victims for number in (node.id, pages)]
         refs, keys = self.log.append(commands.evict(tuple(flat)))
         gone = [node for node, _ in victims]
@@ -174,6 +219,26 @@ class Leader:
         self.policy.locked(gone)
         self._note_freed(refs)
         return refs, keys
+
+    def _drop_or_demote(self, victims: list[tuple[Node, int]]) -> tuple[bytes, bytes]:
+        all_refs, all_keys = [], []
+        for node, pages in victims:
+            if pages < node.num_pages and node.host:
+                upper = self.log.append(commands.split(node.id, node.num_pages - pages))
+                self.policy.replaced(node, upper)
+            elif pages == node.num_pages:
+                self.policy.locked((node,))
+            if node.host:
+                refs = self.host.demote(node)
+                self.demoted_pages += pages
+            else:
+                self.host.drop_below(node)
+                refs, keys = self.log.append(commands.evict((node.id, pages)))
+                all_keys.append(keys)
+            all_refs.append(refs)
+        gone = b"".join(all_refs)
+        self._note_freed(gone)
+        return gone, b"".join(all_keys)
 
     def _join(self, node: Node) -> None:
         # Only what the leaving request has walked: all of it is equally recent, so that one place
@@ -201,6 +266,7 @@ class Leader:
             and len(parent.children) == 1
             and parent.locks == node.locks
             and parent.parent is not None
+            and parent.residence == node.residence
             and len(parent.key) <= JOIN_RATIO * length
         ):
             count += 1

@@ -14,13 +14,19 @@ __all__ = ["Match"]
 class Match:
     """The longest committed prefix, as of `epoch`. Holds no lock: it may be out of date later.
 
-    `node` is the last node reached and `node_pages` how many of its pages match; `end` is how far
-    (in bytes of `tokens`) the question went. For the cache, all of these are opaque to callers.
+    `num_pages` are on the device; `host_pages` further ones only on the host.
+
+    `node` is the last device node reached and `node_pages` how many of its pages match, `host_node`
+    and `host_node_pages` the same of the host part; `end` is how far (in bytes of `tokens`) the
+    question went. For the cache, all of these are opaque to callers.
     """
 
     __slots__ = (
         "end",
         "epoch",
+        "host_node",
+        "host_node_pages",
+        "host_pages",
         "namespace",
         "node",
         "node_pages",
@@ -42,9 +48,24 @@ class Match:
         self.tokens = tokens
         self.end = end
         self.node, self.node_pages, matched = found
+        self.host_node: Node | None = None
+        self.host_node_pages = self.host_pages = 0
+        if not self.node.refs and self.node.parent is not None:
+            self._take_off_host_part()
+            matched -= self.host_pages * page_bytes
         self.num_tokens = matched // TOKEN_BYTES
         self.num_pages = matched // page_bytes
         self.epoch = epoch
+
+    def _take_off_host_part(self) -> None:
+        """What lies on the host alone is the lower end of the path."""
+        self.host_node, self.host_node_pages = self.node, self.node_pages
+        step, pages = self.node, self.node_pages
+        while not step.refs and step.parent is not None:
+            self.host_pages += pages
+            step = step.parent
+            pages = step.num_pages
+        self.node, self.node_pages = step, pages
 
     def packed_refs(self) -> bytes:
         """The refs of the matched pages in order, packed. Valid while the match is."""
@@ -60,6 +81,18 @@ class Match:
         while node is not None:
             parts.append(node.refs)
             node = node.parent
+        parts.reverse()
+        return b"".join(parts)
+
+    def packed_host_slots(self) -> bytes:
+        """Host slots of the pages that are on the host alone, in order, packed."""
+        node = self.host_node
+        if node is None:
+            return b""
+        parts = [node.host[: self.host_node_pages * REF_BYTES]]
+        while node.parent is not None and node.parent is not self.node:
+            node = node.parent
+            parts.append(node.host)
         parts.reverse()
         return b"".join(parts)
 

@@ -1,4 +1,13 @@
-"""A node of the radix tree: a run of whole pages that always occur together."""
+"""A node of the radix tree: a run of whole pages that always occur together.
+
+All pages of a node have the same residences:
+
+    refs   host      on the device alone; on the device and the host; on the host alone
+    ----   ----      evicting a page from the device makes the second the third ("demote"),
+     x               loading it or computing it again makes the third the second ("adopt")
+     x      x
+            x        parents of device pages are on the device
+"""
 
 from __future__ import annotations
 
@@ -6,6 +15,7 @@ from array import array
 
 import numpy as np
 
+from phloem.cache.chain import KEY_BYTES
 from phloem.cache.components import ExtraState
 
 __all__ = ["REF_BYTES", "REF_DTYPE", "Node"]
@@ -27,6 +37,7 @@ class Node:
         "detached",
         "extra",
         "hits",
+        "host",
         "id",
         "key",
         "last_access",
@@ -34,6 +45,7 @@ class Node:
         "namespace",
         "parent",
         "refs",
+        "stored",
     )
 
     def __init__(
@@ -43,7 +55,9 @@ class Node:
         self.parent = parent
         self.namespace = namespace
         self.key = key  # packed tokens, a multiple of the page
-        self.refs = refs  # packed int64, one per page
+        self.refs = refs  # packed int64, one per page; empty: not on the device
+        self.host = b""  # packed int64 slots of the host arena, one per page; empty: not there
+        self.stored = False  # known to be in storage
         self.chain = b""  # packed content keys, one per page
         self.children: dict[bytes, Node] = {}
         self.locks = 0
@@ -54,7 +68,16 @@ class Node:
 
     @property
     def num_pages(self) -> int:
-        return len(self.refs) // REF_BYTES
+        return len(self.chain) // KEY_BYTES
+
+    @property
+    def residence(self) -> tuple[bool, bool, bool]:
+        """On the device, on the host, in storage."""
+        return bool(self.refs), bool(self.host), self.stored
+
+    def host_list(self) -> list[int]:
+        """The host slots as ints."""
+        return array("q", self.host).tolist()
 
     def ref_list(self) -> list[int]:
         """The refs as ints."""

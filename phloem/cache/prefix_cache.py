@@ -12,6 +12,7 @@ from phloem.cache.chain import Hasher, default_hasher
 from phloem.cache.components import FULL, Component
 from phloem.cache.eviction import make_eviction_policy
 from phloem.cache.ghosts import Ghosts
+from phloem.cache.host_ledger import HostTier
 from phloem.cache.leader import Leader
 from phloem.cache.match import Match
 from phloem.cache.node import REF_BYTES, REF_DTYPE
@@ -25,6 +26,7 @@ from phloem.core.stats import CacheStats
 __all__ = ["PrefixCache"]
 
 MAX_GHOSTS = 1 << 16
+NO_HOST = HostTier()
 
 
 class PrefixCache:
@@ -38,6 +40,7 @@ class PrefixCache:
         *,
         page_size: int,
         num_pages: tuple[int, ...],
+        host: HostTier = NO_HOST,
         eviction: str = "lru",
         enabled: bool = True,
         record_freed: bool = False,
@@ -54,13 +57,20 @@ class PrefixCache:
         self.num_pages = num_pages
         self.enabled = enabled
         self.total_pages = sum(num_pages)
-        self.state = CacheState(page_size, num_pages, components=components, hasher=hasher)
+        if host.pages < 0:
+            raise ConfigError(f"host pages must not be negative, got {host.pages}")
+        if host.pages and len(components) > 1:
+            raise ConfigError("a host tier holds one component")
+        self.state = CacheState(
+            page_size, num_pages, host_pages=host.pages, components=components, hasher=hasher
+        )
         self.leader = Leader(
             self.state,
             policy=make_eviction_policy(eviction),
             placement=OneOwner(),
-            ghosts=Ghosts(min(self.total_pages, MAX_GHOSTS)),
+            ghosts=Ghosts(min(self.total_pages + host.pages, MAX_GHOSTS)),
             record_freed=record_freed,
+            exclusive_host=host.exclusive,
         )
         self._tree = self.state.tree
         self._page_bytes = self._tree.page_bytes
@@ -84,18 +94,23 @@ class PrefixCache:
             return False
         return num_new_pages <= room - leader.unlocked_on_path(match)
 
-    def reserve(self, match: Match, num_new_pages: int, *, share: bool = True) -> Reservation:
+    def reserve(
+        self, match: Match, num_new_pages: int, *, share: bool = True, load_pages: int = 0
+    ) -> Reservation:
         """Lock what matched and allocate `num_new_pages` more, evicting others' if needed.
 
         The table covers match.num_pages + num_new_pages pages. If the tree has changed since the
         match, it is matched again: then fewer or more of them are cached, and the rest is new (and
         where more are cached than the table was to cover, it covers those).
-        With share=False nothing that is computed is ever offered to others.
+        With share=False nothing that is computed is ever offered to others. Up to `load_pages` of
+        the new pages are to be loaded from the host: see `Reservation.load_slots`.
         Raises NoRoom, and the cache is unchanged.
         """
         tree, state, leader = self._tree, self.state, self.leader
         if match.epoch != tree.epoch:
+            load_end = match.num_pages + load_pages
             match, num_new_pages = self._refresh(match, num_new_pages)
+            load_pages = max(0, load_end - match.num_pages)
         if num_new_pages > state.free_pages and not self.can_reserve(match, num_new_pages):
             raise NoRoom(
                 f"{num_new_pages} pages asked, {state.free_pages} free and {self.evictable_pages} "
@@ -103,6 +118,7 @@ class PrefixCache:
             )
         if leader.ghosts.keys:
             leader.recall(match)
+        slots = self._take_host_slots(match, load_pages) if load_pages else b""
         node, num_cached = match.node, match.num_pages
         packed = match.packed_refs()
         if num_cached:
@@ -113,7 +129,7 @@ class PrefixCache:
             packed += leader.allocate(num_cached, num_new_pages)
         table = np.frombuffer(packed, REF_DTYPE)
         shares = share and self.enabled
-        reservation = Reservation(leader, match.namespace, node, table, num_cached, shares)
+        reservation = Reservation(leader, match.namespace, node, table, num_cached, shares, slots)
         leader.reservations.add(reservation)
         return reservation
 
@@ -154,6 +170,7 @@ class PrefixCache:
 
     def stats(self) -> CacheStats:
         """A snapshot of all counters."""
+        host = self.leader.host
         return CacheStats(
             page_size=self.page_size,
             total_pages=self.total_pages,
@@ -163,7 +180,21 @@ class PrefixCache:
             nodes=len(self._tree.nodes) - 1,
             evicted_pages_total=self.leader.evicted_pages,
             evicted_then_requested_pages_total=self.leader.ghosts.recalled_pages,
+            demoted_pages_total=self.leader.demoted_pages,
+            unbacked_pages_total=self.leader.unbacked_pages,
+            host_total_pages=host.capacity,
+            host_free_pages=host.free_pages,
+            host_pages=self._tree.host_pages,
+            host_evicted_pages_total=host.evicted_pages,
         )
+
+    def _take_host_slots(self, match: Match, num_pages: int) -> bytes:
+        """Hold the first host pages of a match; eviction may take them from the tree, not away."""
+        slots = match.packed_host_slots()[: num_pages * REF_BYTES]
+        self.leader.host.hold(slots)
+        if match.host_node is not None:
+            self.leader.host.touch(match.host_node)
+        return slots
 
     def _refresh(self, match: Match, num_new_pages: int) -> tuple[Match, int]:
         """The match as of now, and how many new pages the same table then needs."""

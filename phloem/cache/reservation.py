@@ -4,6 +4,9 @@ page   0 ........ num_shared .............. num_pages
        |-- in the tree --|-- this request's own --|
           locked             freed at close
                              committed pages move to the left side, where sharing is on
+
+The first of its own pages may be filled by a load from the host: then close lets go of nothing
+until `end_load`, because the load still writes to them.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ class Reservation:
 
     __slots__ = (
         "_leader",
+        "_load_slots",
         "_namespace",
         "_node",
         "_shares",
@@ -58,11 +62,13 @@ class Reservation:
         table: PageRefs,
         num_cached_pages: int,
         shares: bool,
+        load_slots: bytes = b"",
     ) -> None:
         self._leader = leader
         self._namespace = namespace
         self._node = node  # the end of what is locked
         self._shares = shares
+        self._load_slots = load_slots  # held on the host while pages are loaded from them
         self._table = table  # read-only if exactly num_pages long, else it has room at its end
         self.num_pages = len(table)
         self.num_cached_pages = num_cached_pages  # when it was reserved; never changes
@@ -101,6 +107,22 @@ class Reservation:
         """Whose commands this reservation issues."""
         return self._leader
 
+    @property
+    def load_slots(self) -> bytes:
+        """Host slots that the pages right after the cached ones are loaded from; b"": no load."""
+        return self._load_slots
+
+    @property
+    def num_loading_pages(self) -> int:
+        return len(self._load_slots) // REF_BYTES
+
+    def end_load(self) -> None:
+        """The load has ended, well or not: let its host slots go."""
+        slots, self._load_slots = self._load_slots, b""
+        self._leader.host.release(slots)
+        if self.closed:
+            self._let_go()
+
     def extend(self, num_pages: int) -> None:
         """Add pages at the end, evicting others' if needed. Raises NoRoom, and nothing changed."""
         assert not self.closed, "the reservation is closed"
@@ -136,6 +158,10 @@ class Reservation:
         if self.closed:
             return
         self.closed = True
+        if not self._load_slots:
+            self._let_go()
+
+    def _let_go(self) -> None:
         leader = self._leader
         if self.num_shared_pages < self.num_pages:
             leader.free(self._table[self.num_shared_pages : self.num_pages].tobytes())
@@ -163,6 +189,8 @@ class Reservation:
             pages = tree.common_pages(child.key, tokens, offset, end)
             if pages < child.num_pages:
                 child = leader.split(child, pages)
+            if not child.refs:
+                break
             canonical.append(child.refs)
             offset += pages * page_bytes
             node = child
@@ -170,12 +198,31 @@ class Reservation:
         if canonical:
             leader.lock(node, self._node)
             changed = self._repoint(first, b"".join(canonical))
+        if offset < end and leader.tree.host_pages:
+            node, offset = self._adopt(node, tokens, offset, end)
         if offset < end:
             refs = self._table[offset // page_bytes : target].tobytes()
             node = leader.grow(node, self._namespace, tokens[offset:end], refs)
         self._node = node
         self.num_shared_pages = target
         return changed
+
+    def _adopt(self, node: Node, tokens: bytes, offset: int, end: int) -> tuple[Node, int]:
+        """Give pages that are on the host alone this request's own as device pages."""
+        leader = self._leader
+        tree, page_bytes = leader.tree, leader.tree.page_bytes
+        while offset < end:
+            child = tree.child_of(node, self._namespace, tokens, offset)
+            if child is None:
+                break
+            pages = tree.common_pages(child.key, tokens, offset, end)
+            if pages < child.num_pages:
+                child = leader.split(child, pages)
+            first = offset // page_bytes
+            leader.host.adopt(child, self._table[first : first + pages].tobytes())
+            offset += pages * page_bytes
+            node = child
+        return node, offset
 
     def _repoint(self, first: int, packed: bytes) -> PagesChanged:
         stop = first + len(packed) // REF_BYTES

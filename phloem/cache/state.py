@@ -1,4 +1,4 @@
-"""The replicated state: the tree and every owner's allocator, changed by commands alone."""
+"""The replicated state: the tree and all allocators, changed by commands alone."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
+from phloem.cache import residence
 from phloem.cache.chain import Hasher, default_hasher
 from phloem.cache.components import FULL, Component
 from phloem.cache.node import REF_BYTES, Node
 from phloem.cache.tree import RadixTree
 from phloem.core.refs import owner_of
-from phloem.replica import Command, PageAllocator, commands
+from phloem.replica import Command, HostPool, PageAllocator, commands
 
 __all__ = ["CacheState"]
 
@@ -24,18 +25,20 @@ class CacheState:
     status changed.
     """
 
-    __slots__ = ("_handlers", "allocators", "free_pages", "now", "tree")
+    __slots__ = ("_handlers", "allocators", "free_pages", "host", "now", "tree")
 
     def __init__(
         self,
         page_size: int,
         num_pages: tuple[int, ...],
         *,
+        host_pages: int = 0,
         components: tuple[Component, ...] = (FULL,),
         hasher: Hasher = default_hasher,
     ) -> None:
         self.tree = RadixTree(page_size, components=components, hasher=hasher)
         self.allocators = tuple(PageAllocator(owner, n) for owner, n in enumerate(num_pages))
+        self.host = HostPool(host_pages)
         self.free_pages = sum(num_pages)  # over all owners
         self.now = 0  # log time: commands applied so far
         handlers: dict[int, Callable[[Command], Any]] = {
@@ -49,6 +52,16 @@ class CacheState:
             commands.UNLOCK: self._unlock,
             commands.EVICT: self._evict,
             commands.DETACH: self._detach,
+            commands.HOST_ALLOC: self._host_alloc,
+            commands.HOST_FREE: self._host_free,
+            commands.HOST_HOLD: self._host_hold,
+            commands.HOST_RELEASE: self._host_release,
+            commands.HOST_ATTACH: self._host_attach,
+            commands.HOST_INSERT: self._host_insert,
+            commands.DEMOTE: self._demote,
+            commands.ADOPT: self._adopt,
+            commands.HOST_EVICT: self._host_evict,
+            commands.STORED: self._stored,
         }
         self._handlers = [handlers[op] for op in range(commands.NUM_OPS)]
 
@@ -60,7 +73,7 @@ class CacheState:
     def digest(self) -> str:
         """A fingerprint of tree, allocators and log time."""
         parts = [allocator.digest() for allocator in self.allocators]
-        parts.append(self.tree.digest())
+        parts += [self.host.digest(), self.tree.digest()]
         return f"{self.now}:{hashlib.blake2b(b''.join(parts), digest_size=16).hexdigest()}"
 
     def _alloc(self, command: Command) -> bytes:
@@ -123,3 +136,46 @@ class CacheState:
 
     def _detach(self, _command: Command) -> None:
         self.tree.detach()
+
+    def _host_alloc(self, command: Command) -> bytes:
+        return self.host.alloc(command[1])
+
+    def _host_free(self, command: Command) -> None:
+        self.host.free(command[1])
+
+    def _host_hold(self, command: Command) -> None:
+        self.host.hold(command[1])
+
+    def _host_release(self, command: Command) -> None:
+        self.host.release(command[1])
+
+    def _host_attach(self, command: Command) -> None:
+        _, node, slots = command
+        residence.attach_host(self.tree, self.tree.nodes[node], slots)
+
+    def _host_insert(self, command: Command) -> Node:
+        _, parent, namespace, tokens, slots = command
+        node = self.tree.nodes[parent]
+        return residence.insert_host(self.tree, node, namespace, tokens, slots, self.now)
+
+    def _demote(self, command: Command) -> bytes:
+        refs = b"".join([residence.demote(self.tree, self.tree.nodes[n]) for n in command[1]])
+        self._give_back(refs)
+        return refs
+
+    def _adopt(self, command: Command) -> None:
+        _, node, refs = command
+        residence.adopt(self.tree, self.tree.nodes[node], refs)
+
+    def _host_evict(self, command: Command) -> bytes:
+        nodes, all_keys = self.tree.nodes, []
+        pairs = iter(command[1])
+        for node_id, num_pages in zip(pairs, pairs, strict=True):
+            slots, keys = residence.drop_host(self.tree, nodes[node_id], num_pages)
+            self.host.free(slots)
+            all_keys.append(keys)
+        return b"".join(all_keys)
+
+    def _stored(self, command: Command) -> None:
+        _, node, num_pages = command
+        residence.mark_stored(self.tree, self.tree.nodes[node], num_pages)

@@ -7,7 +7,8 @@
 A child is keyed by the bytes of its first page, below the root by namespace + first page. (The
 first page has a fixed length, so no namespace can pass for another one.) Edges are compared as
 bytes; no hash or id is trusted. Methods that change the tree are called by `CacheState.apply`
-alone; they move refs about and never allocate or free a page.
+alone; they move refs about and never allocate or free a page. Those that concern the host tier are
+in `cache/residence.py`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class RadixTree:
         "components",
         "epoch",
         "hasher",
+        "host_pages",
         "locked_pages",
         "next_id",
         "nodes",
@@ -63,8 +65,9 @@ class RadixTree:
         self.root = Node(ROOT_ID, None, b"", b"", b"")
         self.nodes: dict[int, Node] = {ROOT_ID: self.root}
         self.next_id = ROOT_ID + 1
-        self.total_pages = 0  # in all nodes, detached ones included
-        self.locked_pages = 0  # in nodes with locks
+        self.total_pages = 0  # on the device, in all nodes, detached ones included
+        self.locked_pages = 0  # of these in nodes with locks
+        self.host_pages = 0  # on the host, whether or not they are on the device too
         self.version = 0
         self.epoch = 0
 
@@ -89,7 +92,7 @@ class RadixTree:
             if stop == end:
                 break
             child = child.children.get(tokens[stop : stop + page_bytes])
-        return node, len(node.refs) // REF_BYTES, offset
+        return node, len(node.chain) // KEY_BYTES, offset
 
     def child_of(self, node: Node, namespace: bytes, tokens: bytes, offset: int) -> Node | None:
         """The child whose first page is tokens[offset:offset + page]."""
@@ -122,21 +125,28 @@ class RadixTree:
     def insert(self, parent: Node, namespace: bytes, tokens: bytes, refs: bytes, now: int) -> Node:
         """Add a leaf with one lock; the caller's lock on `parent` counts it already."""
         node = Node(self.next_id, parent, namespace, tokens, refs)
-        self.next_id += 1
         node.locks = 1
         node.hits = 1
+        self.add_leaf(node, now)
+        self._grown(node.num_pages)
+        return node
+
+    def add_leaf(self, node: Node, now: int) -> None:
+        """Hang a new node, whose id is `next_id`, below its parent."""
+        parent = node.parent
+        assert parent is not None, "the root has no parent"
+        self.next_id += 1
         node.last_access = now if parent is self.root else parent.last_access
-        node.chain = self._chain_after(parent, namespace, tokens)
+        node.chain = self._chain_after(parent, node.namespace, node.key)
         node.extra = self._no_extra(node.num_pages)
         self._adopt(parent, node)
         self.nodes[node.id] = node
-        self._grown(node.num_pages)
-        return node
 
     def append(self, node: Node, tokens: bytes, refs: bytes) -> None:
         """Lengthen a leaf that has exactly one lock."""
         assert node.locks == 1, f"{node} cannot be lengthened"
         assert not node.children, f"{node} cannot be lengthened"
+        assert not (node.host or node.stored), f"{node} cannot be lengthened"
         num_pages = len(refs) // REF_BYTES
         node.chain += self._chain_after(node, node.namespace, tokens)
         node.key += tokens
@@ -154,6 +164,8 @@ class RadixTree:
         upper = Node(self.next_id, parent, node.namespace, node.key[:cut], node.refs[:cut_refs])
         self.next_id += 1
         upper.chain = node.chain[: num_pages * KEY_BYTES]
+        upper.host = node.host[:cut_refs]
+        upper.stored = node.stored
         upper.locks = node.locks
         upper.hits = node.hits
         upper.last_access = node.last_access
@@ -162,6 +174,7 @@ class RadixTree:
         self._adopt(parent, upper)  # under the key that was the node's
         node.key = node.key[cut:]
         node.refs = node.refs[cut_refs:]
+        node.host = node.host[cut_refs:]
         node.chain = node.chain[num_pages * KEY_BYTES :]
         self._adopt(upper, node)
         self.nodes[upper.id] = upper
@@ -176,6 +189,7 @@ class RadixTree:
             assert upper is not None, "the root cannot be merged"
             assert len(upper.children) == 1, f"{upper} is not private"
             assert upper.locks == node.locks, f"{upper} has locks of its own"
+            assert upper.residence == node.residence, f"{upper} lies elsewhere than {node}"
             run.append(upper)
         gone = run[1:]
         run.reverse()
@@ -183,6 +197,7 @@ class RadixTree:
         assert parent is not None, "the root cannot be merged"
         node.key = b"".join([part.key for part in run])
         node.refs = b"".join([part.refs for part in run])
+        node.host = b"".join([part.host for part in run])
         node.chain = b"".join([part.chain for part in run])
         for index, state in enumerate(node.extra):
             state.refs = b"".join([part.extra[index].refs for part in run])
@@ -202,6 +217,7 @@ class RadixTree:
         """
         assert not node.locks, f"{node} is locked"
         assert not node.children, f"{node} has children"
+        assert not node.host, f"{node} is on the host"
         assert 0 < num_pages <= node.num_pages, f"{node} has not {num_pages} pages"
         left = node.num_pages - num_pages
         refs = node.refs[left * REF_BYTES :]
@@ -213,7 +229,7 @@ class RadixTree:
             for state in node.extra:
                 state.refs = state.refs[: left * REF_BYTES]
         else:
-            self._drop(node)
+            self.drop(node)
         self.total_pages -= num_pages
         self.version += 1
         self.epoch += 1
@@ -223,6 +239,7 @@ class RadixTree:
         """Make everything unfindable. All nodes must be locked; they go as they are unlocked."""
         for node in self.nodes.values():
             assert node.locks or node is self.root, f"{node} is not locked"
+            assert not node.host, f"{node} is on the host"
             node.detached = node is not self.root
         self.root.children = {}
         self.version += 1
@@ -280,6 +297,8 @@ class RadixTree:
             state = (node.locks, node.hits, node.last_access, node.detached)
             out.update(repr((node_id, parent, children, state, node.namespace)).encode())
             out.update(node.key + node.refs + node.chain)
+            if node.host or node.stored:
+                out.update(b"host%d:" % node.stored + node.host)
             for extra in node.extra:
                 out.update(b"%d:" % extra.locks + extra.refs)
         return out.digest()
@@ -308,7 +327,8 @@ class RadixTree:
         self.version += 1
         self.epoch += 1
 
-    def _drop(self, node: Node) -> None:
+    def drop(self, node: Node) -> None:
+        """Take a node without children out; what it holds is the caller's business."""
         parent = node.parent
         assert parent is not None, "the root cannot be dropped"
         del self.nodes[node.id]
@@ -318,7 +338,7 @@ class RadixTree:
 
     def _drop_detached(self, nodes: list[Node]) -> bytes:
         for node in nodes:
-            self._drop(node)
-            self.total_pages -= node.num_pages
+            self.drop(node)
+            self.total_pages -= len(node.refs) // REF_BYTES
         self.epoch += 1
         return b"".join([node.refs for node in nodes])

@@ -21,6 +21,12 @@ class CacheStats:
     nodes: int
     evicted_pages_total: int = 0
     evicted_then_requested_pages_total: int = 0  # found among the ghosts by a later request
+    demoted_pages_total: int = 0  # evicted from the device, and still on the host
+    unbacked_pages_total: int = 0  # evicted from the device without a host copy
+    host_total_pages: int = 0  # the host arena; 0: there is no host tier
+    host_free_pages: int = 0
+    host_pages: int = 0  # of the tree; the rest are written or read by transfers
+    host_evicted_pages_total: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

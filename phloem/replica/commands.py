@@ -13,6 +13,15 @@ out in the order of the log, so they are equal on every rank; refs are packed na
              evict                in the tree, unlocked -> free (whole leaves, or tails of leaves)
              detach               what is left of the tree is never found again, freed when unlocked
     locks    lock, unlock         a path of nodes, from one upwards
+    host     host_alloc -> slots  free -> held by a transfer
+             host_free            held by a transfer -> free
+             host_hold, _release  held slots that are freed stay out of use until they are released
+             host_attach          held by a transfer -> a second residence of pages on the device
+             host_insert -> node  held by a transfer -> in the tree, on the host alone
+             demote               on device and host -> on the host alone
+             adopt                on the host alone -> also on the device, in a request's own pages
+             host_evict           on the host -> free; what is nowhere else leaves the tree
+             stored               the pages are known to be in storage
 
 Plain tuples, because two are written for every request on the hot path, and they cost a tenth of
 a class to make and to digest; only the functions below make them.
@@ -23,34 +32,56 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 __all__ = [
+    "ADOPT",
     "ALLOC",
     "APPEND",
+    "DEMOTE",
     "DETACH",
     "EVICT",
     "FREE",
+    "HOST_ALLOC",
+    "HOST_ATTACH",
+    "HOST_EVICT",
+    "HOST_FREE",
+    "HOST_HOLD",
+    "HOST_INSERT",
+    "HOST_RELEASE",
     "INSERT",
     "LOCK",
     "MERGE",
     "NUM_OPS",
     "SPLIT",
+    "STORED",
     "UNLOCK",
     "Command",
+    "adopt",
     "alloc",
     "append",
+    "demote",
     "detach",
     "evict",
     "free",
+    "host_alloc",
+    "host_attach",
+    "host_evict",
+    "host_free",
+    "host_hold",
+    "host_insert",
+    "host_release",
     "insert",
     "lock",
     "merge",
     "split",
+    "stored",
     "unlock",
 ]
 
 Command: TypeAlias = tuple[Any, ...]
 
 ALLOC, FREE, INSERT, APPEND, SPLIT, MERGE, LOCK, UNLOCK, EVICT, DETACH = range(10)
-NUM_OPS = 10
+HOST_ALLOC, HOST_FREE, HOST_HOLD, HOST_RELEASE, HOST_ATTACH, HOST_INSERT = range(10, 16)
+DEMOTE, ADOPT, HOST_EVICT, STORED = range(16, 20)
+NUM_OPS = 20
 
 
 def alloc(owner: int, num_pages: int) -> Command:
@@ -101,3 +132,56 @@ def evict(victims: tuple[int, ...]) -> Command:
 def detach() -> Command:
     """Cut off whatever the tree holds; all of it must be locked."""
     return (DETACH,)
+
+
+def host_alloc(num_pages: int) -> Command:
+    """Take `num_pages` slots of the host arena."""
+    return (HOST_ALLOC, num_pages)
+
+
+def host_free(slots: bytes) -> Command:
+    """Give slots that a transfer holds back to the arena."""
+    return (HOST_FREE, slots)
+
+
+def host_hold(slots: bytes) -> Command:
+    """Keep slots from being used again while somebody may still read or write them."""
+    return (HOST_HOLD, slots)
+
+
+def host_release(slots: bytes) -> Command:
+    """Undo one `host_hold`."""
+    return (HOST_RELEASE, slots)
+
+
+def host_attach(node: int, slots: bytes) -> Command:
+    """The nodes that end with `node` and have as many pages now lie on the host as well."""
+    return (HOST_ATTACH, node, slots)
+
+
+def host_insert(parent: int, namespace: bytes, tokens: bytes, slots: bytes) -> Command:
+    """Add a leaf below `parent` whose pages lie on the host alone."""
+    return (HOST_INSERT, parent, namespace, tokens, slots)
+
+
+def demote(nodes: tuple[int, ...]) -> Command:
+    """Free the device pages of unlocked nodes that lie on the host as well, in this order."""
+    return (DEMOTE, nodes)
+
+
+def adopt(node: int, refs: bytes) -> Command:
+    """A request's own pages become those of a node that was on the host alone; it locks it."""
+    return (ADOPT, node, refs)
+
+
+def host_evict(victims: tuple[int, ...]) -> Command:
+    """Drop host copies, in this order: (node, pages, node, pages, ...), tails first.
+
+    A node on the device loses all of them and stays; any other must be a leaf, and is shortened.
+    """
+    return (HOST_EVICT, victims)
+
+
+def stored(node: int, num_pages: int) -> Command:
+    """The `num_pages` pages that end with `node` are in storage."""
+    return (STORED, node, num_pages)

@@ -93,5 +93,15 @@ def test_every_op_has_its_own_number():
         commands.unlock(1),
         commands.evict(()),
         commands.detach(),
+        commands.host_alloc(1),
+        commands.host_free(b""),
+        commands.host_hold(b""),
+        commands.host_release(b""),
+        commands.host_attach(1, b""),
+        commands.host_insert(0, b"", b"", b""),
+        commands.demote(()),
+        commands.adopt(1, b""),
+        commands.host_evict(()),
+        commands.stored(1, 1),
     ]
     assert [command[0] for command in made] == list(range(commands.NUM_OPS))
