@@ -69,7 +69,9 @@ def make_loop_core(
         SchedulerConfig(
             max_model_len=facts.card.max_model_len,
             max_running=options.max_running,
-            max_queued=options.max_queued,
+            # The front counts running and waiting together, and refuses before anything travels.
+            # A burst that finds an idle engine is all "queued" for one pass.
+            max_queued=options.max_queued + options.max_running,
             max_prefill_tokens=options.max_prefill_tokens,
             policy=options.schedule_policy,
             overlap=options.overlap,

@@ -351,8 +351,14 @@ async def test_drain_aborts_what_takes_too_long(model: Path) -> None:
     engine = AsyncEngine.launch(fake_config(model), builder=BUILDER)
     task = asyncio.create_task(answer(engine, ask("run", max_tokens=480)))
     await until(lambda: engine._by_engine_id)
+    await until(lambda: not engine.health().idle)
     assert await engine.drain(0.0) is False
-    assert (await task).finish is FinishReason.ABORT
+    whole = await task
+    assert whole.finish is FinishReason.ABORT
+    assert (whole.completion_tokens, whole.text) == (
+        len(whole.tokens),
+        bytes(whole.tokens).decode(),
+    )
     await engine.close()
 
 
