@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from phloem.cache import PrefixCache
@@ -76,8 +77,15 @@ def make_loop_core(
             policy=options.schedule_policy,
             overlap=options.overlap,
             eos_ids=eos_ids,
+            seed=int.from_bytes(os.urandom(8), "little"),  # unseeded answers differ every time
         ),
         cache,
     )
-    loop = EngineLoop(scheduler, worker, MonotonicClock(), lambda chunks: hooks.emit(list(chunks)))
+    loop = EngineLoop(
+        scheduler,
+        worker,
+        MonotonicClock(),
+        lambda chunks: hooks.emit(list(chunks)),
+        on_wait=hooks.on_wait,
+    )
     return LoopCore(loop, worker, facts)
