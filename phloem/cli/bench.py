@@ -30,7 +30,7 @@ from phloem.core.errors import ConfigError
 __all__ = ["run"]
 
 # Benches that need no server: `phloem.bench.NAME.run(quick=...)`.
-MICRO = ("tree", "sched", "stores")
+MICRO = ("tree", "sched", "stores", "kernels")
 
 _HELP = """\
 usage: phloem bench WHAT [flags]
@@ -40,6 +40,7 @@ usage: phloem bench WHAT [flags]
   tree     the prefix tree alone
   sched    a scheduler step alone
   stores   the segment store against raw I/O and one file per page
+  kernels  the native kernels against PyTorch's
 
 Every bench prints a table (stderr) and, as the last line of stdout, one JSON document.
 

@@ -129,6 +129,9 @@ class _Hooks:
     def on_layer(self) -> None:
         """Nobody watches a heartbeat here."""
 
+    def on_wait(self) -> None:
+        """Nobody else has anything to say here."""
+
     def on_load(self, done: int, total: int, phase: str) -> None:
         """The bar counts requests."""
 

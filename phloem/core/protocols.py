@@ -23,6 +23,17 @@ class Worker(Protocol):
         """
         ...
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until `collect` will return at once; False if it will not yet after `timeout_s`."""
+        ...
+
+    def cancel(self, serial: int) -> None:
+        """Nobody wants the results of this row any more.
+
+        A step whose rows are all cancelled may stop early; its sampled rows then report errors.
+        """
+        ...
+
     def close(self) -> None:
         """Finish or drop what is in flight and give back threads and memory."""
         ...

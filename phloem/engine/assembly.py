@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from phloem.core.request import FinishReason, OutputChunk, SamplingParams, TokenLogprob
+from phloem.core.request import (
+    CachedTokens,
+    FinishReason,
+    OutputChunk,
+    SamplingParams,
+    TokenLogprob,
+)
 from phloem.engine.api import TextChunk, TextLogprob
 from phloem.engine.detokenizer import Detokenizer, TokenSpelling
 from phloem.engine.stops import StopMatcher
@@ -23,6 +29,8 @@ class TextAssembly:
         self._detokenizer = Detokenizer(spelling, skip_special_tokens=skip_special_tokens)
         self._stops = StopMatcher(sampling.stop)
         self._num_tokens = 0
+        self._prompt_tokens = 0
+        self._cached = CachedTokens()
         self.finished = False
 
     def feed(self, chunk: OutputChunk) -> TextChunk:
@@ -32,6 +40,7 @@ class TextAssembly:
         must abort the request at the engine, unless `chunk` ended it as well.
         """
         assert not self.finished, f"request {chunk.request_id} has ended already"
+        self._prompt_tokens, self._cached = chunk.prompt_tokens, chunk.cached
         text: list[str] = []
         taken = 0
         stop: str | None = None
@@ -59,6 +68,18 @@ class TextAssembly:
             prompt_tokens=chunk.prompt_tokens,
             completion_tokens=self._num_tokens,
             cached=chunk.cached,
+        )
+
+    def cut_off(self) -> TextChunk:
+        """The last chunk of an answer that is aborted here: what was held back, and the totals."""
+        self.finished = True
+        text, _ = self._end()
+        return TextChunk(
+            text=text,
+            finish=FinishReason.ABORT,
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._num_tokens,
+            cached=self._cached,
         )
 
     def _take(self, tokens: tuple[int, ...]) -> tuple[str, str | None]:

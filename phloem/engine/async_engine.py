@@ -19,7 +19,7 @@ from phloem.core.errors import (
     UserError,
 )
 from phloem.core.namespace import make_namespace
-from phloem.core.request import FinishReason, GenerateRequest, OutputChunk
+from phloem.core.request import GenerateRequest, OutputChunk
 from phloem.core.stats import EngineStats
 from phloem.engine import messages as msg
 from phloem.engine.api import Health, ModelCard, TextChunk, TextRequest
@@ -326,7 +326,7 @@ class AsyncEngine:
     def _abort_all(self) -> None:
         for entry in list(self._by_engine_id.values()):
             self._abort(entry)
-            entry.mailbox.put(TextChunk(finish=FinishReason.ABORT))
+            entry.mailbox.put(entry.assembly.cut_off())
 
     async def close(self) -> None:
         """Abort what runs, stop the process and wait for its end. Idempotent."""

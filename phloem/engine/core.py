@@ -54,6 +54,10 @@ class BuildHooks(Protocol):
         """New output, at most once a step."""
         ...
 
+    def on_wait(self) -> None:
+        """A step is still running: a chance to add, abort, flush or ask for stats."""
+        ...
+
     def on_layer(self) -> None:
         """A layer has been computed. Called from the worker's thread."""
         ...

@@ -69,12 +69,18 @@ class CoreProcess:
         self._heartbeat = heartbeat
         self._inbox: _Inbox = queue.SimpleQueue()
         self._reported_s = 0.0
+        self._core: EngineCore | None = None  # once it serves
 
     # What the core calls (`BuildHooks`).
 
     def emit(self, chunks: list[OutputChunk]) -> None:
         if chunks:
             self._send(msg.Outputs(chunks))
+
+    def on_wait(self) -> None:
+        core = self._core
+        while core is not None and not self._inbox.empty():
+            self._handle(core, self._take())
 
     def on_layer(self) -> None:
         self._heartbeat.beat_layer()
@@ -130,6 +136,7 @@ class CoreProcess:
         return core
 
     def _serve(self, core: EngineCore) -> None:
+        self._core = core
         idle = True
         while True:
             if idle:

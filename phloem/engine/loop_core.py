@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from phloem.cache import PrefixCache
@@ -74,13 +75,22 @@ def make_loop_core(
         SchedulerConfig(
             max_model_len=facts.card.max_model_len,
             max_running=options.max_running,
-            max_queued=options.max_queued,
+            # The front counts running and waiting together, and refuses before anything travels.
+            # A burst that finds an idle engine is all "queued" for one pass.
+            max_queued=options.max_queued + options.max_running,
             max_prefill_tokens=options.max_prefill_tokens,
             policy=options.schedule_policy,
             overlap=options.overlap,
             eos_ids=eos_ids,
+            seed=int.from_bytes(os.urandom(8), "little"),  # unseeded answers differ every time
         ),
         cache,
     )
-    loop = EngineLoop(scheduler, worker, MonotonicClock(), lambda chunks: hooks.emit(list(chunks)))
+    loop = EngineLoop(
+        scheduler,
+        worker,
+        MonotonicClock(),
+        lambda chunks: hooks.emit(list(chunks)),
+        on_wait=hooks.on_wait,
+    )
     return LoopCore(loop, worker, facts, tiers)

@@ -4,7 +4,9 @@
     plan k   -> submit k   -> collect k -> apply k -> emit        (no overlap: depth 0)
 
 One thread calls everything here. The loop never waits when it has nothing to do: `step` returns
-False, and whoever drives it waits for the next request.
+False, and whoever drives it waits for the next request. While it waits for the worker it calls
+`on_wait` now and then, which may add, abort, flush and ask for stats: a client that goes away in a
+step of a minute has its pages freed long before the step ends.
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ logger = logging.getLogger(__name__)
 
 Emit = Callable[[Sequence[OutputChunk]], None]
 
+WAIT_S = 0.02  # between two calls of `on_wait` in a long step
 
-def _no_beat() -> None:
-    """Nobody watches."""
+
+def _nothing() -> None:
+    """Nobody watches, nobody has anything to say."""
 
 
 class EngineLoop:
@@ -43,7 +47,8 @@ class EngineLoop:
         worker: Worker,
         clock: Clock,
         emit: Emit,
-        beat: Callable[[], None] = _no_beat,
+        beat: Callable[[], None] = _nothing,
+        on_wait: Callable[[], None] = _nothing,
     ) -> None:
         self.scheduler = scheduler
         self.clock = clock
@@ -51,6 +56,7 @@ class EngineLoop:
         self._worker = worker
         self._emit = emit
         self._beat = beat
+        self._on_wait = on_wait
         self._depth = 1 if scheduler.config.overlap else 0
         self._draining = False
 
@@ -69,7 +75,10 @@ class EngineLoop:
 
     def abort(self, request_id: str) -> None:
         """End a request now; nothing happens if it has ended already."""
+        serial = self.scheduler.serial_of(request_id)
         chunk = self.scheduler.abort(request_id)
+        if serial is not None:
+            self._worker.cancel(serial)
         if chunk is not None:
             self._emit([chunk])
 
@@ -96,12 +105,15 @@ class EngineLoop:
         try:
             if plan is not None:
                 self._worker.submit(plan)
-            if waiting > self._depth or (waiting and plan is None):
+        except Exception as error:  # whatever it was: the worker is unusable now
+            return self._die(error)
+        if waiting > self._depth or (waiting and plan is None):
+            while not self._worker.wait(WAIT_S):
+                self._on_wait()
+            try:
                 result = self._worker.collect()
-        except Exception as error:  # whatever the step raised: the worker is unusable now
-            logger.exception("the worker failed")
-            self._die(f"the worker failed: {type(error).__name__}: {error}")
-            return False
+            except Exception as error:  # whatever the step raised: the worker is unusable now
+                return self._die(error)
         if result is not None and (chunks := self.scheduler.apply(result)):
             self._emit(chunks)
         return waiting > 0
@@ -111,6 +123,8 @@ class EngineLoop:
         while self.step():
             pass
 
-    def _die(self, why: str) -> None:
-        self.dead = why
-        self._emit(self.scheduler.abort_all(why))
+    def _die(self, error: Exception) -> bool:
+        logger.error("the worker failed", exc_info=error)
+        self.dead = f"the worker failed: {type(error).__name__}: {error}"
+        self._emit(self.scheduler.abort_all(self.dead))
+        return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -31,8 +33,8 @@ class DevicePool:
         self.layout = layout
         shape = (layout.num_pages + 1, *layout.shape[1:])
         try:
-            data = torch.zeros(shape, dtype=torch_dtype(layout.spec.dtype), device=device)
-        except RuntimeError as error:
+            data = _zeros(shape, torch_dtype(layout.spec.dtype), device)
+        except (RuntimeError, MemoryError) as error:
             raise ConfigError(
                 f"cannot allocate {layout.total_bytes:,} bytes of KV pages on {device}; "
                 "lower the KV memory"
@@ -63,3 +65,11 @@ class DevicePool:
     def _checked(self, slot: int) -> int:
         assert 0 <= slot < self.num_pages, f"slot {slot} is outside a pool of {self.num_pages}"
         return slot
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU as untouched memory, so that a page costs memory from its first use on."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)  # calloc; torch's is a memset
+    return torch.from_numpy(raw).view(dtype).view(shape)

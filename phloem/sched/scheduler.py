@@ -117,6 +117,11 @@ class Scheduler:
         request = self._requests.get(request_id)
         return None if request is None else self._finish(request, FinishReason.ABORT)
 
+    def serial_of(self, request_id: str) -> int | None:
+        """Under which serial a request runs; None if it is queued or unknown."""
+        request = self._requests.get(request_id)
+        return None if request is None or request.phase is Phase.QUEUED else request.serial
+
     def abort_all(self, error: str) -> list[OutputChunk]:
         """End every request with ERROR: the worker cannot go on."""
         return [

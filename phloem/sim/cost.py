@@ -45,5 +45,11 @@ class CostWorker:
         )
         return StepResult(step=plan.step, rows=rows, compute_s=seconds)
 
+    def wait(self, timeout_s: float) -> bool:  # noqa: ARG002
+        return True  # a step is computed when it is collected
+
+    def cancel(self, serial: int) -> None:
+        """Every step is computed whole."""
+
     def close(self) -> None:
         self._queue.clear()

@@ -89,6 +89,12 @@ class FakeWorker:
         self.max_step_tokens = max(self.max_step_tokens, plan.num_tokens)
         return StepResult(step=plan.step, rows=tuple(o for o in outcomes if o is not None))
 
+    def wait(self, timeout_s: float) -> bool:  # noqa: ARG002
+        return True  # a step is computed when it is collected
+
+    def cancel(self, serial: int) -> None:
+        """Every step is computed whole."""
+
     def close(self) -> None:
         self._queue.clear()
 

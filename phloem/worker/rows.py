@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +54,10 @@ class RowTables:
             self._states[init.row] = _initial_state(init)
         for update in plan.table_updates:
             self._update_pages(update)
+
+    def serials(self, rows: Iterable[int]) -> list[int]:
+        """The serials under which `rows` are held."""
+        return [state.serial for row in rows if (state := self._states[row]) is not None]
 
     def slots(self, row: int, num_pages: int) -> npt.NDArray[np.int64]:
         """A copy of the first pages of a row's table."""

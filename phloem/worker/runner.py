@@ -6,6 +6,7 @@ of the step. Logits exist only for rows that sample (or, under an audit, a slice
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,6 +65,16 @@ class Runner:
     ) -> None:
         self._model, self._pool, self._attention = model, pool, attention
         self._tables, self._hooks, self._gate = tables, hooks, gate
+        self._cancelled: set[int] = set()  # serials; written by another thread
+        self._stopped = False
+
+    def cancel(self, serial: int) -> None:
+        """See `Worker.cancel`. From any thread."""
+        self._cancelled.add(serial)
+
+    def stop(self) -> None:
+        """Give up the running step at its next layer, and all later ones. From any thread."""
+        self._stopped = True
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -71,9 +82,18 @@ class Runner:
         started = time.perf_counter()
         if self._hooks.nan_fill:
             self._pool.fill_nan(slots_of(plan.freed_pages))
+        self._cancelled.difference_update(self._tables.serials(plan.released))
         self._tables.apply(plan)
-        layers = LayerWaits(self._gate, plan.loads, self._hooks.on_layer)
-        results = self._forward(plan, layers) if plan.rows else []
+        on_layer = functools.partial(self._between_layers, plan)
+        layers = LayerWaits(self._gate, plan.loads, on_layer)
+        try:
+            results = self._forward(plan, layers) if plan.rows else []
+        except _NobodyWaits:
+            results = [
+                RowResult(row=row.row, serial=row.serial, error="the request was aborted")
+                for row in plan.rows
+                if row.sample
+            ]
         if self._gate is not None:
             self._gate.step_finished(plan.step)
         return StepResult(
@@ -103,6 +123,12 @@ class Runner:
             self._capture(plan, inputs, hidden, self._hooks.capture_logits)
         return self._sample(inputs, hidden)
 
+    def _between_layers(self, plan: StepPlan) -> None:
+        self._hooks.on_layer()
+        cancelled = self._cancelled
+        if self._stopped or (cancelled and all(row.serial in cancelled for row in plan.rows)):
+            raise _NobodyWaits
+
     def _sample(self, inputs: StepInputs, hidden: Tensor) -> list[RowResult]:
         step = logits_rows_per_pass(self._model.config.vocab_size)
         results: list[RowResult] = []
@@ -131,6 +157,10 @@ class Runner:
                 high = min(low + step, span.count)
                 logits = self._model.logits(hidden[span.first + low : span.first + high])
                 capture(row.serial, span.start + low, logits)
+
+
+class _NobodyWaits(Exception):
+    """All requests of the step have ended: what is left of it need not be computed."""
 
 
 def _stale(row: int, serial: int) -> RowResult:

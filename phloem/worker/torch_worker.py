@@ -39,6 +39,12 @@ class InlineWorker:
             self._broken = True
             self._done.append(_Failed(error))
 
+    def wait(self, timeout_s: float) -> bool:  # noqa: ARG002
+        return True  # the step ran inside `submit`
+
+    def cancel(self, serial: int) -> None:
+        self._runner.cancel(serial)
+
     def collect(self) -> StepResult:
         assert self._done, "nothing was submitted"
         return _unwrap(self._done.popleft())
@@ -61,6 +67,7 @@ class TorchWorker:
         self._runner, self._pool = runner, pool
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult | _Failed] = queue.SimpleQueue()
+        self._next: StepResult | _Failed | None = None  # taken by `wait`, not collected yet
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="phloem-worker", daemon=True)
         self._thread.start()
@@ -69,17 +76,31 @@ class TorchWorker:
         assert not self._closed.is_set(), "the worker is closed"
         self._plans.put(plan)
 
+    def wait(self, timeout_s: float) -> bool:
+        if self._next is None:
+            try:
+                self._next = self._results.get(timeout=timeout_s)
+            except queue.Empty:
+                return False
+        return True
+
+    def cancel(self, serial: int) -> None:
+        self._runner.cancel(serial)
+
     def collect(self) -> StepResult:
-        return _unwrap(self._results.get())
+        outcome = self._results.get() if self._next is None else self._next
+        self._next = None
+        return _unwrap(outcome)
 
     def read_page(self, ref: PageRef) -> bytes:
         """A copy of a page's bytes, for audits; no plan may be in flight."""
         return self._pool.read_page(slot_of(ref))
 
     def close(self) -> None:
-        """Let the running plan finish, drop the queued ones, and join the thread."""
+        """Stop the running plan at its next layer, drop the queued ones, and join the thread."""
         if not self._closed.is_set():
             self._closed.set()
+            self._runner.stop()
             self._plans.put(None)
             self._thread.join()
 

@@ -101,6 +101,16 @@ def test_logprobs_carry_text_and_exact_bytes() -> None:
     assert (entry.raw, entry.text, entry.top[0].raw) == (b"\xf0", "\ufffd", b"\xf0")
 
 
+def test_cut_off_answer_keeps_its_totals_and_shows_what_was_held() -> None:
+    assembly = TextAssembly(
+        TOKENIZER, SamplingParams(max_tokens=9, stop=("bcd",)), skip_special_tokens=True
+    )
+    first = assembly.feed(OutputChunk(request_id="r", tokens=tuple(b"abc"), prompt_tokens=7))
+    last = assembly.cut_off()
+    assert (first.text, last.text, last.finish) == ("a", "bc", FinishReason.ABORT)
+    assert (last.prompt_tokens, last.completion_tokens) == (7, 3)
+
+
 def test_an_error_is_passed_on() -> None:
     assembly = TextAssembly(TOKENIZER, SamplingParams(), skip_special_tokens=True)
     chunk = assembly.feed(

@@ -22,6 +22,7 @@ from phloem.core.tokens import tokens_to_bytes
 from phloem.engine import AsyncEngine
 from phloem.engine.api import TextChunk, TextRequest
 from phloem.engine.assembly import merge_chunks
+from phloem.engine.process import EngineProcess
 from phloem.sim import cold
 from tests.engine.fakes import (
     BROKEN_BUILDER,
@@ -351,8 +352,14 @@ async def test_drain_aborts_what_takes_too_long(model: Path) -> None:
     engine = AsyncEngine.launch(fake_config(model), builder=BUILDER)
     task = asyncio.create_task(answer(engine, ask("run", max_tokens=480)))
     await until(lambda: engine._by_engine_id)
+    await until(lambda: not engine.health().idle)
     assert await engine.drain(0.0) is False
-    assert (await task).finish is FinishReason.ABORT
+    whole = await task
+    assert whole.finish is FinishReason.ABORT
+    assert (whole.completion_tokens, whole.text) == (
+        len(whole.tokens),
+        bytes(whole.tokens).decode(),
+    )
     await engine.close()
 
 
@@ -365,6 +372,26 @@ def test_loading_is_reported_and_a_config_error_travels(model: Path) -> None:
     asyncio.run(engine.close())
     with pytest.raises(ConfigError, match=r"no tensor model\.norm\.weight"):
         AsyncEngine.launch(fake_config(model), builder=BROKEN_BUILDER)
+
+
+def test_interrupted_loading_leaves_no_process(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the bar is on the screen."""
+    started: list[EngineProcess] = []
+
+    class Recorded(EngineProcess):
+        def __init__(self) -> None:
+            super().__init__()
+            started.append(self)
+
+    def interrupt(done: int, total: int, phase: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("phloem.engine.async_engine.EngineProcess", Recorded)
+    with pytest.raises(KeyboardInterrupt):
+        AsyncEngine.launch(fake_config(model), builder=BUILDER, on_load=interrupt)
+    assert started[0].returncode() == -signal.SIGKILL
 
 
 def test_unstartable_engine_is_engine_dead_with_its_reason(model: Path) -> None:

@@ -30,6 +30,13 @@ class OrderedWorker:
         self.calls.append(f"collect {result.step}")
         return result
 
+    def wait(self, timeout_s):
+        return self.inner.wait(timeout_s)
+
+    def cancel(self, serial) -> None:
+        self.calls.append(f"cancel {serial}")
+        self.inner.cancel(serial)
+
     def close(self) -> None:
         self.inner.close()
 
@@ -49,6 +56,39 @@ def test_the_next_step_is_submitted_before_the_last_is_collected(overlap: bool, 
     rig.add("r", [1, 2, 3], max_tokens=3)
     rig.run()
     assert ", ".join(worker.calls) == expected
+    rig.check_idle()
+
+
+class SlowWorker(OrderedWorker):
+    """A step ends only after `wait` has been called three times for it."""
+
+    waits = 0
+
+    def wait(self, timeout_s):
+        self.waits += 1
+        return self.waits % 4 == 0
+
+
+def test_o35_an_abort_in_a_long_step_frees_its_pages_before_the_step_ends():
+    """The driver speaks while the loop waits: add, abort and stats take effect at once."""
+    rig = Rig(overlap=False)
+    worker = SlowWorker(rig.worker)
+    free: list[int] = []
+
+    def on_wait() -> None:
+        if "r" not in rig.last:
+            assert rig.loop.stats().cache.locked_pages > 0
+            rig.loop.abort("r")
+            rig.add("later", [5, 6, 7], max_tokens=2)
+        free.append(rig.loop.stats().cache.free_pages)
+
+    rig.loop._worker, rig.loop._on_wait = worker, on_wait
+    rig.add("r", list(range(20)), max_tokens=50)
+    rig.step()
+    assert worker.calls == ["submit 0", "cancel 0", "collect 0"]
+    assert rig.last["r"].finish is FinishReason.ABORT
+    assert free == [rig.cache.total_pages] * 3
+    rig.run()
     rig.check_idle()
 
 

@@ -27,9 +27,21 @@ def find_gguf() -> Path:
 
 @pytest.fixture(scope="module")
 def oracle() -> torch.nn.Module:
+    torch.set_num_threads(1)  # as the driver sets it: threads that spin starve each other
     # What `from_pretrained(..., gguf_file=...)` does, which wants accelerate for it.
     path = str(find_gguf())
-    config = transformers.LlamaConfig(**load_gguf_checkpoint(path)["config"])
+    config = transformers.LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        tie_word_embeddings=True,
+    )
     model = transformers.LlamaForCausalLM(config)
     tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
     missing = model.load_state_dict(tensors, strict=False)
@@ -50,6 +62,7 @@ def prompts() -> list[list[int]]:
     return [rng.integers(20, 49152, 5 + 6 * i).tolist() for i in range(NUM_PROMPTS)]
 
 
+@pytest.mark.timeout(600)  # usually 20 s; the whole model in fp32 on a busy machine
 def test_greedy_tokens_and_logits_equal_transformers(oracle, driver):
     """64 tokens of 8 prompts in one ragged batch; logits at every position within 1e-4.
 

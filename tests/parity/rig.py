@@ -68,6 +68,12 @@ class Recorder:
     def collect(self) -> StepResult:
         return self.worker.collect()
 
+    def wait(self, timeout_s: float) -> bool:
+        return self.worker.wait(timeout_s)
+
+    def cancel(self, serial: int) -> None:
+        self.worker.cancel(serial)
+
     def close(self) -> None:
         self.worker.close()
 

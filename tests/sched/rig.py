@@ -166,5 +166,11 @@ class FailingWorker:
         rows = [RowResult(row=r.row, serial=r.serial, token=1) for r in plan.rows if r.sample]
         return StepResult(step=plan.step, rows=tuple(rows))
 
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+    def cancel(self, serial: int) -> None:
+        pass
+
     def close(self) -> None:
         self.queue.clear()

@@ -123,9 +123,9 @@ def test_o07_the_seeds_retract_in_prefill_and_in_decode(monkeypatch: pytest.Monk
         retract(scheduler, request)
 
     monkeypatch.setattr(Scheduler, "_retract", spy)
-    for seed in range(24):
+    for seed in range(9):
         outgrow_a_pool(seed)
-    assert min(phases["prefill"], phases["decode"]) >= 5, phases
+    assert min(phases["prefill"], phases["decode"]) >= 2, phases
 
 
 @pytest.mark.parametrize("page_size", [64, 16])

@@ -374,6 +374,20 @@ def test_read_objects_outlive_unread_ones(place: Place) -> None:
         assert rig.store.stats().detail("rescued_objects") > 0
 
 
+def test_a_slow_writers_young_objects_are_not_evicted_as_old(place: Place) -> None:
+    """Age is when a segment was written last, not when its writer took it."""
+    size = {"size": 1 << 20, "segment_bytes": 128 << 10}
+    with place.open(**size) as slow, place.open(**size) as fast:
+        slow.put(["first"], PAGE)
+        for turn in range(4):
+            fast.put([f"{turn}-{i}" for i in range(5)], PAGE)
+        slow.put(["young-0", "young-1", "young-2", "young-3"], PAGE)
+        slow.put(["leaves it"], PAGE)
+        fast.put([f"more-{i}" for i in range(8)], PAGE)
+        names = [f"young-{i}" for i in range(4)]
+        assert slow.get(names, PAGE) == (OK,) * 4
+
+
 def test_objects_under_way_of_two_engines_never_meet(place: Place) -> None:
     """O-14 at the store: the same tokens under another namespace are another key."""
     with place.open() as one, place.open() as two:

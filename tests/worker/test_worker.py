@@ -260,10 +260,70 @@ def test_close_drops_queued_plans_and_joins_the_thread(path):
     gate.set()
     closer.join(20)
     assert not closer.is_alive()
-    assert worker.collect().step == 1
+    assert worker.collect().step == 1  # given up at its first layer
     with pytest.raises(EngineDead):
         worker.collect()
     worker.close()
+
+
+def test_a_step_that_nobody_waits_for_stops_at_the_next_layer(path):
+    """Cancelled while it runs: fewer layers are computed, and the worker goes on."""
+    inside, gate, beats = threading.Event(), threading.Event(), []
+
+    def hold() -> None:
+        beats.append(1)
+        inside.set()
+        gate.wait(20)
+
+    loaded = open_worker(path, hooks=Hooks(on_layer=hold))
+    worker, ids = loaded.worker, prompt(5)
+    worker.submit(
+        StepPlan(
+            step=1,
+            rows=(chunk(0, 7, ids),),
+            admitted=(init(0, 7, ids),),
+            table_updates=(table(0, 1, 2),),
+        )
+    )
+    assert inside.wait(20)
+    assert not worker.wait(0.0)
+    worker.cancel(7)
+    gate.set()
+    assert worker.wait(20)
+    (row,) = worker.collect().rows
+    assert row.error is not None
+    assert len(beats) < loaded.config.num_layers
+    worker.submit(
+        StepPlan(
+            step=2,
+            rows=(chunk(0, 8, ids),),
+            released=(0,),
+            admitted=(init(0, 8, ids),),
+            table_updates=(table(0, 1, 2),),
+        )
+    )
+    assert worker.collect().rows[0].error is None
+    worker.close()
+
+
+def test_a_step_goes_on_for_those_who_wait(path):
+    """Two rows, one cancelled: the other one's token comes, and is the same as ever."""
+    tokens = []
+    for cancelled in ((), (7,)):
+        worker = open_worker(path, inline=True).worker
+        for serial in cancelled:
+            worker.cancel(serial)
+        ids = prompt(5)
+        worker.submit(
+            StepPlan(
+                step=1,
+                rows=(chunk(0, 7, ids), chunk(1, 8, ids)),
+                admitted=(init(0, 7, ids), init(1, 8, ids)),
+                table_updates=(table(0, 1, 2), table(1, 3, 4)),
+            )
+        )
+        tokens.append(worker.collect().rows[1].token)
+    assert tokens[0] == tokens[1] >= 0
 
 
 def test_the_heartbeat_beats_once_per_layer(path):

@@ -175,6 +175,10 @@ class BlockFile:
         if _transfer(os.pwritev, self.fd, views, offset) != wanted:
             raise OSError(errno.EIO, "short write", self.path)
 
+    def mtime_ns(self) -> int:
+        """When it was written last."""
+        return os.fstat(self.fd).st_mtime_ns
+
     def sync(self) -> None:
         """Wait until what was written would survive a loss of power."""
         os.fdatasync(self.fd)

@@ -101,6 +101,7 @@ class Catalog:
                 return None
             self.unreadable.discard(index)
             segment = self.segments[index] = Segment(index, file, stat.st_ino)
+        segment.mtime_ns = stat.st_mtime_ns
         if segment.owned:  # cut off under us: what is written now would lie behind a hole
             segment.broken |= stat.st_size < self._directory.geometry.segment_bytes
             return None
@@ -117,14 +118,20 @@ class Catalog:
             self.segments[segment.index] = segment
 
     def disown(self, segment: Segment) -> None:
-        """Anybody may write the segment from now on."""
+        """Anybody may write the segment from now on; until somebody does, all of it is known."""
         with self._lock:
             segment.owned = False
-            segment.scanned_ns = -1
+            segment.mtime_ns = segment.file.mtime_ns()
+            segment.scanned_ns = -1 if segment.head_due else segment.mtime_ns
 
     def by_age(self) -> list[Segment]:
-        """All segments, the oldest first."""
-        return sorted(list(self.segments.values()), key=lambda segment: segment.sequence)
+        """All segments, the one that was written last at the end; empty ones come first.
+
+        Not by sequence, that is when a writer took it: a slow writer's segment is full of young
+        objects when it is left at last.
+        """
+        segments = list(self.segments.values())
+        return sorted(segments, key=lambda s: (s.generation != 0, s.mtime_ns, s.sequence))
 
     def clear(self) -> None:
         """Let go of all files."""

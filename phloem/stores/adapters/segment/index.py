@@ -25,6 +25,7 @@ class Segment:
         self.torn: FrameHead | None = None  # the frame at the tail: only these entries are whole
         self.owned = False  # we write it: nobody else does
         self.broken = False  # an I/O error: not used for writing any more
+        self.mtime_ns = 0
         self.scanned_ns = -1  # its mtime when it was scanned; -1: scan it again
         self.keys: list[bytes] = []  # of its entries, also those that moved elsewhere
 
