@@ -168,6 +168,15 @@ PHLOEM_API int32_t phloem_copy_pages(phloem_ctx *ctx, void *dst, const void *src
                                      const int64_t *dst_slots, const int64_t *src_slots,
                                      int64_t num_pages, int64_t page_bytes);
 
+/* The same run of bytes in each head group of a page: `num_segments` runs of `segment_bytes`, the
+ * first at `offset` in the page, the others `segment_stride` apart. */
+typedef struct {
+    int64_t num_pages, page_bytes, num_segments, segment_stride, offset, segment_bytes;
+} phloem_segments;
+/* Copy such parts of pages on the calling thread; needs no context. */
+PHLOEM_API int32_t phloem_copy_segments(void *dst, const void *src, const int64_t *dst_slots,
+                                        const int64_t *src_slots, const phloem_segments *segments);
+
 #ifdef __cplusplus
 }
 #endif

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from phloem.pools import DevicePool, HostArena
+from phloem.transfer.native_copy import SegmentCopy
 
 __all__ = ["Copier", "CpuCopier", "CudaCopier", "make_copier"]
 
@@ -33,30 +34,33 @@ class Copier(Protocol):
 
 
 class CpuCopier:
-    """Plain memory on both sides; one call into C per page and head group at most."""
+    """Plain memory on both sides; one call into C a chunk, or a page where it is not built."""
 
-    def __init__(self, pool: DevicePool, arena: HostArena) -> None:
+    def __init__(self, pool: DevicePool, arena: HostArena, *, native: bool = True) -> None:
         data = pool.buffer.data
         assert data.is_contiguous(), "a page pool is one flat tensor"
-        shape = (data.shape[0], data.shape[1], data.shape[2], -1)
+        self._num_layers = int(data.shape[2])
+        shape = (data.shape[0], data.shape[1], self._num_layers, -1)
         self._device = data.view(torch.uint8).numpy().reshape(shape)
         self._host = arena.bytes
-        self._num_layers = int(data.shape[2])
+        self._native = SegmentCopy(arena.layout) if native and SegmentCopy.available() else None
 
     def to_host(self, device: _Slots, host: _Slots) -> None:
+        if self._native is not None:
+            self._native.copy(self._host, self._device, host, device)
+            return
         for start, end in _runs(device, host):
             length, first, to = end - start, int(device[start]), int(host[start])
             np.copyto(self._host[to : to + length], self._device[first : first + length])
 
     def to_device(self, device: _Slots, host: _Slots, first_layer: int, end_layer: int) -> None:
-        layers = slice(first_layer, end_layer)
-        if end_layer - first_layer == self._num_layers:
-            for start, end in _runs(device, host):
-                length, to, first = end - start, int(device[start]), int(host[start])
-                np.copyto(self._device[to : to + length], self._host[first : first + length])
+        layers = range(first_layer, end_layer)
+        if self._native is not None:
+            self._native.copy(self._device, self._host, device, host, layers)
             return
+        part = slice(first_layer, end_layer)
         for to, first in zip(device.tolist(), host.tolist(), strict=True):
-            np.copyto(self._device[to, :, layers], self._host[first, :, layers])
+            np.copyto(self._device[to, :, part], self._host[first, :, part])
 
 
 class CudaCopier:

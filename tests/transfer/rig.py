@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 import torch
 
 from phloem.core.clock import MonotonicClock
@@ -15,7 +16,9 @@ from phloem.kv.keys import LINK_BYTES
 from phloem.kv.layout import PageLayout
 from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
 from phloem.pools import DevicePool, HostArena
-from phloem.transfer import TransferEngine, TransferHooks, make_copier
+from phloem.transfer import TransferEngine, TransferHooks
+from phloem.transfer.copier import CpuCopier
+from phloem.transfer.native_copy import SegmentCopy
 
 PATIENCE_S = 60.0  # of a test, on a busy machine
 NUM_LAYERS = 3
@@ -44,12 +47,15 @@ class Rig:
         host_pages: int = 12,
         dtype: KVDtype = KVDtype.FP32,
         hooks: TransferHooks | None = None,
+        native: bool = False,
     ) -> None:
+        if native and not SegmentCopy.available():
+            pytest.skip("the native kernels are not built")
         self.pool = DevicePool(layout(device_pages, dtype), device=torch.device("cpu"))
         self.arena = HostArena(layout(host_pages, dtype))
         self.clock = MonotonicClock()
         self.engine = TransferEngine(
-            self.arena, make_copier(self.pool, self.arena), self.clock, hooks=hooks
+            self.arena, CpuCopier(self.pool, self.arena, native=native), self.clock, hooks=hooks
         )
         self.results: dict[int, TransferResult] = {}
         self.released: list[int] = []

@@ -46,10 +46,12 @@ def gate():
 
 @pytest.mark.parametrize("dtype", list(KVDtype), ids=lambda d: d.value)
 @pytest.mark.parametrize("seed", range(3))
-def test_pages_come_back_whole_after_a_journey_through_other_slots(dtype, seed):
+@pytest.mark.parametrize("way", ["numpy", "native", "layers"])
+def test_pages_come_back_whole_after_a_journey_through_other_slots(dtype, seed, way):
     """Runs and single pages, up and down, on both sides; nothing else is touched."""
     rng = random.Random(seed)
-    with Rig(dtype=dtype) as rig:
+    hooks = TransferHooks(whole_layers=way != "numpy")
+    with Rig(dtype=dtype, native=way == "native", hooks=hooks) as rig:
         rig.fill_device(range(8))
         device = rng.sample(range(8), 5) if seed else [2, 3, 4, 7, 1]
         host = rng.sample(range(12), 5) if seed else [5, 6, 7, 9, 0]
@@ -67,6 +69,13 @@ def test_pages_come_back_whole_after_a_journey_through_other_slots(dtype, seed):
         for slot in range(8):
             expected = rig.page(device[targets.index(slot)]) if slot in targets else before[slot]
             assert rig.pool.read_page(slot) == expected
+
+
+def test_native_copies_refuse_slots_outside_a_pool():
+    with Rig(native=True) as rig:
+        result = rig.finish(rig.submit(BACKUP, [0, 8 + 1], [0, 1]))  # 8 pages and one of zeros
+        assert not result.done.any()
+        assert "AssertionError" in (result.error or "")
 
 
 def test_o18_nothing_moves_before_the_step_it_waits_for(gate):
