@@ -184,25 +184,66 @@ class Leader:
             reservation.stop_sharing()
         return sum(a.capacity for a in self.state.allocators) - self.state.free_pages
 
-    def begin_backup(self, node: Node, num_pages: int) -> Backup | None:
-        """Lock the `num_pages` pages that end with `node`, and find them slots on the host.
+    def touch(self, node: Node) -> None:
+        """The path down to `node` is used: what of it nobody locks goes last."""
+        step: Node | None = node
+        while step is not None and step.parent is not None and step.refs and not step.locks:
+            self.policy.locked((step,))
+            self.policy.unlocked((step,))
+            step = step.parent
 
-        None, and nothing changed, if the host has no room.
+    def begin_backup(self, node: Node, num_pages: int, *, skip: int = 0) -> Backup | None:
+        """Lock `num_pages` pages, and find them slots on the host.
+
+        They are the last ones on the path to `node` but for `skip` ones behind them. None, and
+        nothing changed, if the host has no room.
         """
         slots = self.host.allocate(num_pages)
         if slots is None:
             return None
+        node = self._cut_at(node, skip)
+        self._cut_at(node, num_pages)
         refs = b"".join([n.refs for n in reversed(list(covered(self.tree, node, num_pages)))])
         self.lock(node, self.tree.root)
         backup = Backup(node=node, refs=refs, slots=slots)
         self.backups.add(backup)
         return backup
 
-    def end_backup(self, backup: Backup, *, done: bool) -> None:
-        """The copy has ended: the host copies count from now on, or their slots are free again."""
+    def _cut_at(self, node: Node, num_pages: int) -> Node:
+        """The node that ends `num_pages` pages above the end of `node`; cut one if need be.
+
+        The caller locks it next: until then a cut leaves the order of eviction wrong.
+        """
+        while num_pages >= node.num_pages and node.parent is not None:
+            num_pages -= node.num_pages
+            node = node.parent
+        return self.split(node, node.num_pages - num_pages) if num_pages else node
+
+    def end_backup(self, backup: Backup, *, done: bool, demote: bool = False) -> None:
+        """The copy has ended: the host copies count from now on, or their slots are free again.
+
+        `demote`: then the pages leave the device, unless somebody locks them by now.
+        """
         self.backups.discard(backup)
+        node, left = backup.node, backup.num_pages
         self.host.end_backup(backup, done=done)
-        self.unlock(backup.node)
+        self.unlock(node)
+        while demote and done and left > 0 and self._may_demote(node):
+            parent = node.parent
+            assert parent is not None, "only the root has none, and it is never on the host"
+            left -= node.num_pages
+            self.policy.locked((node,))
+            self.evicted_pages += node.num_pages
+            self.demoted_pages += node.num_pages
+            self._note_freed(self.host.demote(node))
+            node = parent
+
+    def _may_demote(self, node: Node) -> bool:
+        return (
+            bool(node.host and node.refs)
+            and not node.locks
+            and not any(child.refs for child in node.children.values())
+        )
 
     def _drop(self, num_pages: int) -> tuple[bytes, bytes]:
         """Free up to `num_pages` unlocked pages; returns their refs and lost content keys."""

@@ -146,7 +146,7 @@ class RadixTree:
         """Lengthen a leaf that has exactly one lock."""
         assert node.locks == 1, f"{node} cannot be lengthened"
         assert not node.children, f"{node} cannot be lengthened"
-        assert not (node.host or node.stored), f"{node} cannot be lengthened"
+        assert node.residence == (True, False, False), f"{node} cannot be lengthened"
         num_pages = len(refs) // REF_BYTES
         node.chain += self._chain_after(node, node.namespace, tokens)
         node.key += tokens

@@ -98,6 +98,20 @@ class TierOptions:
         "auto",
         "memory of the host tier, such as 16GB; 0: none; auto: none, but some with --storage",
     )
+    write_policy: Literal["write_through", "write_through_selective", "write_back"] = setting(
+        "write_through",
+        "which pages are copied to host and storage: all at once, those used twice, those evicted",
+        spellings={
+            "write-through": "write_through",
+            "write-through-selective": "write_through_selective",
+            "write-back": "write_back",
+        },
+    )
+    prefetch_policy: Literal["auto", "best_effort", "wait_complete", "timeout"] = setting(
+        "auto",
+        "how long a queued request waits for pages that are read from storage",
+        spellings={"best-effort": "best_effort", "wait-complete": "wait_complete"},
+    )
     storage: str | None = setting(
         None, "directory that keeps cached pages across restarts; default: none"
     )

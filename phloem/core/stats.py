@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from phloem.core.request import CachedTokens
 
-__all__ = ["CacheStats", "EngineStats"]
+__all__ = ["CacheStats", "EngineStats", "TierStats", "TransferStats"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,33 @@ class CacheStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransferStats:
+    """One way between two tiers."""
+
+    kind: str  # TransferKind.value
+    in_flight: int = 0
+    pages_total: int = 0
+    bytes_total: int = 0
+    seconds_total: float = 0.0
+    failed_pages_total: int = 0
+    bandwidth: float = 0.0  # bytes a second, as the cost model has it; 0: not measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStats:
+    """The tiers below the device."""
+
+    write_policy: str
+    prefetch_policy: str
+    transfers: tuple[TransferStats, ...] = ()
+    queued_backups: int = 0
+    held_host_pages: int = 0  # quarantined: storage may still touch them
+    dropped_pages_total: tuple[tuple[str, int], ...] = ()  # not copied, by reason
+    load_choices_total: tuple[tuple[str, int], ...] = ()  # requests: load, part, recompute
+    load_failures_total: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """The loop and the scheduler. Counters (`*_total`) only grow."""
 
@@ -45,3 +72,4 @@ class EngineStats:
     refused_total: int = 0
     finished_total: tuple[tuple[str, int], ...] = ()  # (FinishReason.value, count)
     compute_s_total: float = 0.0  # time spent inside steps
+    tiers: TierStats | None = None  # None: the device only

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from phloem.cache import PrefixCache
+from phloem.cache import HostTier, PrefixCache
 from phloem.config import Config
-from phloem.core.clock import MonotonicClock
+from phloem.core.clock import Clock, MonotonicClock
 from phloem.core.errors import EngineDead
 from phloem.core.protocols import Worker
 from phloem.core.request import GenerateRequest
@@ -17,6 +17,8 @@ from phloem.engine.facts import EngineFacts
 from phloem.engine.tier_parts import TierParts
 from phloem.loop import EngineLoop
 from phloem.sched import Scheduler, SchedulerConfig
+from phloem.tiers import TierConfig, TierController
+from phloem.tiers.config import is_exclusive
 
 __all__ = ["LoopCore", "make_loop_core"]
 
@@ -64,9 +66,13 @@ def make_loop_core(
     tiers: TierParts | None = None,
 ) -> LoopCore:
     """Join a worker with the control plane. Takes over the worker and the tiers."""
+    clock = MonotonicClock()
+    num_pages = facts.card.num_pages
+    num_host_pages = 0 if tiers is None else tiers.num_host_pages
     cache = PrefixCache(
         page_size=facts.card.page_size,
-        num_pages=(facts.card.num_pages,),
+        num_pages=(num_pages,),
+        host=HostTier(pages=num_host_pages, exclusive=is_exclusive(num_pages, num_host_pages)),
         eviction=config.cache.eviction_policy,
         enabled=config.cache.prefix_cache,
     )
@@ -85,12 +91,20 @@ def make_loop_core(
             seed=int.from_bytes(os.urandom(8), "little"),  # unseeded answers differ every time
         ),
         cache,
+        None if tiers is None else _controller(config, cache, tiers, clock),
     )
     loop = EngineLoop(
         scheduler,
         worker,
-        MonotonicClock(),
+        clock,
         lambda chunks: hooks.emit(list(chunks)),
         on_wait=hooks.on_wait,
     )
     return LoopCore(loop, worker, facts, tiers)
+
+
+def _controller(
+    config: Config, cache: PrefixCache, tiers: TierParts, clock: Clock
+) -> TierController:
+    options = TierConfig(write_policy=config.tiers.write_policy, page_bytes=tiers.page_bytes)
+    return TierController(cache, tiers.transfers, clock, options)

@@ -16,14 +16,19 @@ from collections.abc import Callable, Sequence
 
 from phloem.core.clock import Clock
 from phloem.core.errors import EngineDead, Overloaded
+from phloem.core.plan import StepResult
 from phloem.core.protocols import Worker
 from phloem.core.request import GenerateRequest, OutputChunk
 from phloem.core.stats import EngineStats
 from phloem.sched import Scheduler
+from phloem.tiers import TierController
 
 __all__ = ["EngineLoop"]
 
 logger = logging.getLogger(__name__)
+
+# The longest that a pass without a step waits for a transfer: requests arrive meanwhile.
+TIER_WAIT_S = 0.002
 
 Emit = Callable[[Sequence[OutputChunk]], None]
 
@@ -54,6 +59,7 @@ class EngineLoop:
         self.clock = clock
         self.dead: str | None = None
         self._worker = worker
+        self._tiers = scheduler.tiers
         self._emit = emit
         self._beat = beat
         self._on_wait = on_wait
@@ -114,9 +120,27 @@ class EngineLoop:
                 result = self._worker.collect()
             except Exception as error:  # whatever the step raised: the worker is unusable now
                 return self._die(error)
+        busy = waiting > 0
+        if self._tiers is not None:
+            busy |= self._look_at_tiers(self._tiers, result, idle=not waiting)
         if result is not None and (chunks := self.scheduler.apply(result)):
             self._emit(chunks)
-        return waiting > 0
+        return busy
+
+    def _look_at_tiers(
+        self, tiers: TierController, result: StepResult | None, *, idle: bool
+    ) -> bool:
+        """Once a pass, before the step's result is taken in: rows of failed loads are void.
+
+        Returns whether something moved, or moves.
+        """
+        busy = tiers.busy
+        if result is not None:
+            tiers.step_finished(result.step)
+        elif idle and busy:
+            tiers.wait(TIER_WAIT_S)
+        self.scheduler.loads_ended(tiers.poll())
+        return busy or tiers.busy
 
     def run_until_idle(self) -> None:
         """Step until every request has ended (offline use and tests)."""

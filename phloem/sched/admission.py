@@ -25,6 +25,7 @@ from phloem.sched.state import Phase, RequestState
 
 if TYPE_CHECKING:
     from phloem.cache import Match, PrefixCache
+    from phloem.tiers import TierController
 
 __all__ = ["Admission", "Headroom"]
 
@@ -38,7 +39,7 @@ class Verdict(enum.Enum):
     """What became of one try."""
 
     ADMITTED = "admitted"
-    WAITS = "waits"  # for a page that another request is computing
+    WAITS = "waits"  # for a page that another request is computing, or for a copy to the host
     NO_ROOM = "no room"  # not enough pages
     NO_BUDGET = "no budget"  # the step has no prefill tokens left for it
 
@@ -80,7 +81,9 @@ class Admission:
         policy: Policy,
         config: SchedulerConfig,
         counters: Counters,
+        tiers: TierController | None = None,
     ) -> None:
+        self._tiers = tiers
         self.headroom = Headroom(config.headroom_tokens)
         self._cache = cache
         self._queue = queue
@@ -104,7 +107,8 @@ class Admission:
             )
             request.match_version = self._cache.version
             request.matched_pages = request.match.num_pages
-            request.num_uncached = request.num_tokens - request.matched_pages * self._page_size
+            found = request.matched_pages + request.match.host_pages
+            request.num_uncached = request.num_tokens - found * self._page_size
         return request.match
 
     def admit(self, view: PolicyView) -> None:
@@ -168,12 +172,25 @@ class Admission:
         num_new = all_pages - match.num_pages
         if not self._cache.can_reserve(match, num_new + headroom):
             return Verdict.NO_ROOM
-        self._queue.admit(request, barrier=barrier)
-        self._running.start(request, self._cache.reserve(match, num_new))
-        self._count(request)
+        if self._tiers is not None and not self._tiers.make_room(num_new, match):
+            return Verdict.WAITS
+        self._start(request, match, num_new, barrier=barrier)
         self._remaining.append(request.prefill_end - request.num_planned)
         self._leaders.append(request)
         return Verdict.ADMITTED
+
+    def _start(self, request: RequestState, match: Match, num_new: int, *, barrier: bool) -> None:
+        load_pages = 0
+        if self._tiers is not None and request.may_load:
+            load_pages = self._tiers.loadable_pages(match, request.num_tokens)
+        self._queue.admit(request, barrier=barrier)
+        reservation = self._cache.reserve(match, num_new, load_pages=load_pages)
+        self._running.start(request, reservation)
+        if self._tiers is not None and reservation.num_loading_pages:
+            request.load_id = self._tiers.start_load(
+                reservation, after_step=self._counters.steps - 1
+            )
+        self._count(request)
 
     def _headroom_pages(self, request: RequestState) -> int:
         if not len(self._running):
@@ -206,8 +223,10 @@ class Admission:
             request.cached = CachedTokens(device=cached)
             self._counters.prompt_tokens += request.num_prompt
             self._counters.cached_tokens += cached
+            request.counts_load = request.load_id is not None
         else:
-            self._counters.recomputed_tokens += max(0, request.was_computed - cached)
+            loading = request.load_pages * self._page_size
+            self._counters.recomputed_tokens += max(0, request.was_computed - cached - loading)
 
     def _max_cached_pages(self, request: RequestState) -> int:
         return (request.num_tokens - 1) // self._page_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from phloem.core.request import CachedTokens, FinishReason
-from phloem.core.stats import CacheStats, EngineStats
+from phloem.core.stats import CacheStats, EngineStats, TierStats
 
 __all__ = ["Counters"]
 
@@ -17,7 +17,9 @@ class Counters:
         self.steps = 0
         self.planned_tokens = 0
         self.prompt_tokens = 0
-        self.cached_tokens = 0
+        self.cached_tokens = 0  # on the device
+        self.host_tokens = 0  # loaded from the host
+        self.storage_tokens = 0  # loaded from the host, where they had come from storage
         self.generated_tokens = 0
         self.recomputed_tokens = 0
         self.retractions = 0
@@ -25,15 +27,20 @@ class Counters:
         self.compute_s = 0.0
         self.finished: Counter[FinishReason] = Counter()
 
-    def snapshot(self, *, running: int, queued: int, cache: CacheStats) -> EngineStats:
+    def snapshot(
+        self, *, running: int, queued: int, cache: CacheStats, tiers: TierStats | None = None
+    ) -> EngineStats:
         """All of them at this moment."""
         return EngineStats(
             running=running,
             queued=queued,
             cache=cache,
+            tiers=tiers,
             steps_total=self.steps,
             prompt_tokens_total=self.prompt_tokens,
-            cached_tokens_total=CachedTokens(device=self.cached_tokens),
+            cached_tokens_total=CachedTokens(
+                device=self.cached_tokens, host=self.host_tokens, storage=self.storage_tokens
+            ),
             generated_tokens_total=self.generated_tokens,
             recomputed_tokens_total=self.recomputed_tokens,
             retractions_total=self.retractions,

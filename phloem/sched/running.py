@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from phloem.core.plan import RowInit
+from phloem.core.plan import RowInit, RowPlan
 from phloem.kv.sizing import pages_for_tokens
 from phloem.sched.state import Phase, RequestState
 from phloem.sched.tables import RowTables
 
 if TYPE_CHECKING:
     from phloem.cache import Reservation
+    from phloem.tiers import TierController
 
 __all__ = ["RunningSet"]
 
@@ -20,7 +21,10 @@ __all__ = ["RunningSet"]
 class RunningSet:
     """Requests that hold a row and pages, in order of admission."""
 
-    def __init__(self, *, max_running: int, page_size: int) -> None:
+    def __init__(
+        self, *, max_running: int, page_size: int, tiers: TierController | None = None
+    ) -> None:
+        self._tiers = tiers
         self.tables = RowTables(max_running)
         self._page_size = page_size
         self._by_serial: dict[int, RequestState] = {}
@@ -47,7 +51,8 @@ class RunningSet:
         request.match = None  # after a retraction its tokens are others
         request.num_pages = reservation.num_pages
         request.num_computed = reservation.num_cached_pages * self._page_size
-        request.num_planned = request.num_computed
+        request.load_pages = reservation.num_loading_pages
+        request.num_planned = request.num_computed + request.load_pages * self._page_size
         request.prefill_tokens = request.known_tokens()
         request.prefill_end = request.num_tokens
         self._by_serial[request.serial] = request
@@ -62,11 +67,31 @@ class RunningSet:
         )
         self.tables.start(init, reservation.refs)
 
+    def loading(self, load_id: int) -> RequestState | None:
+        """The running request whose pages the load fills, unless it has left."""
+        for request in self._by_serial.values():
+            if request.load_id == load_id:
+                return request
+        return None
+
+    def loads_of(self, rows: Iterable[RowPlan]) -> tuple[int, ...]:
+        """Loads in flight whose pages these rows read."""
+        if self._tiers is None:
+            return ()
+        requests = (self._by_serial[row.serial] for row in rows)
+        return tuple(r.load_id for r in requests if r.load_id is not None)
+
     def stop(self, request: RequestState, phase: Phase) -> None:
         """Give back row, locks and pages; what is committed stays in the tree."""
         assert request.reservation is not None, f"{request.request_id} is not running"
-        request.reservation.close()
-        request.reservation = None
+        reservation, request.reservation = request.reservation, None
+        reservation.close()
+        if self._tiers is not None:
+            self._tiers.used(reservation.node)
+            if request.load_id is not None:
+                self._tiers.cancel_load(request.load_id)
+        request.load_id = None
+        request.load_pages = 0
         self.tables.release(request.row)
         del self._by_serial[request.serial]
         request.phase = phase
@@ -92,6 +117,8 @@ class RunningSet:
         changed = request.reservation.commit(request.token_slice(0, full_pages * self._page_size))
         if changed is not None:
             self.tables.update(request.row, changed.first_page, changed.refs)
+        if self._tiers is not None and full_pages == request.prefill_end // self._page_size:
+            self._tiers.used(request.reservation.node)
 
     def expected_growth(self, horizon_tokens: int) -> int:
         """Pages that the running requests may ask for within their next `horizon_tokens`."""

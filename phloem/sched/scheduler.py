@@ -13,15 +13,21 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from phloem.core.errors import BadRequest, NoRoom, Overloaded
 from phloem.core.plan import RowPlan, RowResult, StepPlan, StepResult
-from phloem.core.request import CachedTokens, FinishReason, GenerateRequest, OutputChunk
+from phloem.core.refs import PageRefs
+from phloem.core.request import FinishReason, GenerateRequest, OutputChunk
 from phloem.core.stats import EngineStats
 from phloem.core.tokens import TOKEN_BYTES
 from phloem.kv.sizing import pages_for_tokens
 from phloem.sched.admission import Admission
+from phloem.sched.chunks import output_chunk
 from phloem.sched.config import SchedulerConfig
 from phloem.sched.counters import Counters
 from phloem.sched.packing import pack_prefills
@@ -32,6 +38,7 @@ from phloem.sched.state import Phase, RequestState
 
 if TYPE_CHECKING:
     from phloem.cache import PrefixCache
+    from phloem.tiers import LoadEnd, TierController
 
 __all__ = ["Scheduler"]
 
@@ -39,13 +46,21 @@ __all__ = ["Scheduler"]
 class Scheduler:
     """Owns the queue, the running set and, through `cache`, all pages. Single-threaded."""
 
-    def __init__(self, config: SchedulerConfig, cache: PrefixCache) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: PrefixCache,
+        tiers: TierController | None = None,
+    ) -> None:
         self.config = config
         self.cache = cache
+        self.tiers = tiers
         self._page_size = cache.page_size
         self._policy = get_policy(config.policy)
         self._queue = WaitQueue(self._policy)
-        self._running = RunningSet(max_running=config.max_running, page_size=cache.page_size)
+        self._running = RunningSet(
+            max_running=config.max_running, page_size=cache.page_size, tiers=tiers
+        )
         self._counters = Counters()
         self._admission = Admission(
             cache=cache,
@@ -54,6 +69,7 @@ class Scheduler:
             policy=self._policy,
             config=config,
             counters=self._counters,
+            tiers=tiers,
         )
         self._requests: dict[str, RequestState] = {}  # queued and running
         self._in_flight: deque[StepPlan] = deque()
@@ -136,7 +152,10 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""
         return self._counters.snapshot(
-            running=len(self._running), queued=len(self._queue), cache=self.cache.stats()
+            running=len(self._running),
+            queued=len(self._queue),
+            cache=self.cache.stats(),
+            tiers=None if self.tiers is None else self.tiers.stats(),
         )
 
     @property
@@ -165,7 +184,8 @@ class Scheduler:
         self._admission.admit(self._view())
         rows += self._plan_prefills()
         if not rows:
-            stuck = self._requests and not self._in_flight
+            waits = self._in_flight or (self.tiers is not None and self.tiers.busy)
+            stuck = self._requests and not waits
             assert not stuck, f"{len(self._requests)} requests, and none of them can go on"
             return None
         return self._make_plan(rows)
@@ -175,6 +195,8 @@ class Scheduler:
         plan = self._in_flight.popleft()
         assert plan.step == result.step, f"step {result.step} came before step {plan.step}"
         self._counters.compute_s += result.compute_s
+        if self.tiers is not None:
+            self.tiers.observe_step(plan.num_tokens, result.compute_s - result.load_wait_s)
         outcomes = {row.serial: row for row in result.rows}
         chunks = []
         for row in plan.rows:
@@ -187,6 +209,29 @@ class Scheduler:
                 request.num_computed = row.start + row.count
                 self._running.commit(request)
         return chunks
+
+    def loads_ended(self, ended: Iterable[LoadEnd]) -> None:
+        """Loads have filled their pages, or have failed: then their requests start again."""
+        for end in ended:
+            request = self._running.loading(end.id)
+            if request is None:
+                continue  # it has left meanwhile
+            if end.ok:
+                self._take_loaded(request)
+            else:
+                request.may_load = False
+                self._put_back(request)
+
+    def _take_loaded(self, request: RequestState) -> None:
+        loaded = request.load_pages * self._page_size
+        if request.counts_load:
+            assert request.cached is not None, f"{request.request_id} was never admitted"
+            request.cached = replace(request.cached, host=loaded)
+            self._counters.host_tokens += loaded
+        request.counts_load = False
+        request.load_id = None
+        request.num_computed += loaded
+        self._running.commit(request)
 
     # Parts of a plan.
 
@@ -249,12 +294,20 @@ class Scheduler:
             admitted=admitted,
             table_updates=table_updates,
             released=released,
-            freed_pages=self.cache.take_freed(),
+            freed_pages=self._freed_pages(),
+            loads=self._running.loads_of(rows),
         )
         self._counters.steps += 1
         self._counters.planned_tokens += plan.num_tokens
         self._in_flight.append(plan)
         return plan
+
+    def _freed_pages(self) -> PageRefs:
+        """For tests: pages to poison, but for those that a load may be writing to by now."""
+        freed = self.cache.take_freed()
+        if self.tiers is None or not len(freed):
+            return freed
+        return freed[~np.isin(freed, self.tiers.take_destinations())]
 
     def _view(self) -> PolicyView:
         return PolicyView(
@@ -273,6 +326,8 @@ class Scheduler:
                 self._running.extend(request, missing)
                 break
             except NoRoom:
+                if self.tiers is not None and self.tiers.frees_pages:
+                    return False  # transfers end soon: wait for the pages that they lock
                 victim, others_go_on = self._newest_to_retract()
                 if victim is request and not others_go_on:
                     return False  # the others end with step k: wait for their pages
@@ -289,10 +344,14 @@ class Scheduler:
     def _retract(self, request: RequestState) -> None:
         """Back to the queue: committed pages stay in the tree, generated tokens are kept."""
         assert len(self._running) > 1, "a request that runs alone always has room"
-        request.was_computed = max(request.was_computed, request.num_computed)
         request.retractions += 1
         self._counters.retractions += 1
         self._admission.headroom.on_retraction()
+        self._put_back(request)
+
+    def _put_back(self, request: RequestState) -> None:
+        request.was_computed = max(request.was_computed, request.num_computed)
+        request.counts_load = False
         self._running.stop(request, Phase.QUEUED)
         self._queue.put_back(request)
 
@@ -312,7 +371,7 @@ class Scheduler:
             return self._finish(request, FinishReason.STOP, outcome=outcome)
         if request.num_outputs >= request.max_tokens:
             return self._finish(request, FinishReason.LENGTH, outcome=outcome)
-        return self._chunk(request, outcome=outcome)
+        return output_chunk(request, outcome=outcome)
 
     def _finish(
         self,
@@ -329,28 +388,4 @@ class Scheduler:
         else:
             self._running.stop(request, Phase.FINISHED)
         self._counters.finished[why] += 1
-        return self._chunk(request, outcome=outcome, finish=why, error=error)
-
-    def _chunk(
-        self,
-        request: RequestState,
-        *,
-        outcome: RowResult | None = None,
-        finish: FinishReason | None = None,
-        error: str | None = None,
-    ) -> OutputChunk:
-        is_stop = outcome is not None and finish is FinishReason.STOP
-        logprob = None if outcome is None else outcome.logprob
-        return OutputChunk(
-            request_id=request.request_id,
-            tokens=() if outcome is None else (outcome.token,),
-            logprobs=() if logprob is None else (logprob,),
-            finish=finish,
-            stop_token=outcome.token if outcome is not None and is_stop else None,
-            error=error,
-            prompt_tokens=request.num_prompt,
-            cached=request.cached or _NOTHING_CACHED,
-        )
-
-
-_NOTHING_CACHED = CachedTokens()
+        return output_chunk(request, outcome=outcome, finish=why, error=error)

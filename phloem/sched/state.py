@@ -12,7 +12,8 @@ Positions of a running request (each count is <= the next one; KV is written lef
 
     0        num_computed         num_planned              num_tokens + num_pending
     |--------------|--------------------|----------------------------|
-     KV in pages     in flight: step k    still to be planned
+     KV in pages     in flight: a load,   still to be planned
+                     then step k
 """
 
 from __future__ import annotations
@@ -43,11 +44,15 @@ class RequestState:
 
     __slots__ = (
         "cached",
+        "counts_load",
         "final_tokens",
+        "load_id",
+        "load_pages",
         "match",
         "match_version",
         "matched_pages",
         "max_tokens",
+        "may_load",
         "min_tokens",
         "num_computed",
         "num_pages",
@@ -107,12 +112,16 @@ class RequestState:
         self.num_pages = 0
         self.num_computed = 0
         self.num_planned = 0
+        self.load_id: int | None = None  # a load from the host that fills pages of it
+        self.load_pages = 0
+        self.may_load = True  # False after a load has failed
         self.num_pending = 0  # sampled in a step in flight: futures
         self.prefill_tokens = b""  # prompt, and after a retraction what it had generated
         self.prefill_end = 0
 
         # For the counters.
-        self.cached: CachedTokens | None = None  # set at first admission, never again
+        self.cached: CachedTokens | None = None  # at first admission; its load's part at its end
+        self.counts_load = False  # the load in flight is that of the first admission
         self.retractions = 0
         self.was_computed = 0  # positions that had KV when it was retracted
 

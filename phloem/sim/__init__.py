@@ -7,6 +7,7 @@ from phloem.sim.fake_worker import FakeWorker, PageFault
 from phloem.sim.models import NextToken, cold, hash_model, scripted_model
 from phloem.sim.replay import ReplayReport, ReplayTarget, replay, simulated_target
 from phloem.sim.traces import TraceError, TraceRequest, read_trace, trace_tokens
+from phloem.sim.transfers import SimStorage, SimTransfers, TransferCosts
 
 __all__ = [
     "CostModel",
@@ -16,8 +17,11 @@ __all__ = [
     "PageFault",
     "ReplayReport",
     "ReplayTarget",
+    "SimStorage",
+    "SimTransfers",
     "TraceError",
     "TraceRequest",
+    "TransferCosts",
     "cold",
     "hash_model",
     "read_trace",

@@ -19,6 +19,7 @@ from phloem.core.plan import RowInit, RowPlan, RowResult, StepPlan, StepResult
 from phloem.core.refs import slots_of
 from phloem.core.tokens import tokens_from_bytes, tokens_to_bytes
 from phloem.sim.models import NextToken, choose
+from phloem.sim.transfers import SimTransfers
 
 __all__ = ["FakeWorker", "PageFault"]
 
@@ -62,6 +63,8 @@ class FakeWorker:
         max_model_len: int,
         fail_row: Callable[[int, int], str | None] = lambda serial, index: None,  # noqa: ARG005
     ) -> None:
+        self.gate: SimTransfers | None = None  # what loads pages into `memory`, if anything does
+        self._void: set[int] = set()  # serials of rows that read pages of a failed load
         self.max_step_tokens = 0  # the largest step so far
         self._model = model
         self._page_size = page_size
@@ -74,6 +77,11 @@ class FakeWorker:
         self._queue: deque[StepPlan] = deque()
         self._last_step = -1
 
+    @property
+    def memory(self) -> npt.NDArray[np.int64]:
+        """The pages' cells, (num_pages, page_size), for transfers to read and write."""
+        return self._cells
+
     def submit(self, plan: StepPlan) -> None:
         assert len(self._queue) < 2, "at most two plans may be in flight"
         self._queue.append(plan)
@@ -83,6 +91,11 @@ class FakeWorker:
         assert plan.step == self._last_step + 1, f"step {plan.step} after {self._last_step}"
         self._last_step = plan.step
         self._change_tables(plan)
+        if plan.loads:
+            assert self.gate is not None, "a plan names loads, and nothing loads"
+            self.gate.wait_layer(plan.loads, 0)
+            if self.gate.failed.intersection(plan.loads):  # any row may be one of theirs
+                self._void.update(row.serial for row in plan.rows)
         for row in plan.rows:  # all writes come before all reads, as in a layer
             self._write(row)
         outcomes = [self._attend(row) for row in plan.rows]
@@ -137,12 +150,15 @@ class FakeWorker:
         wrong = (read >> _POSITION_SHIFT) != self._positions[:end]
         if wrong.any():
             where = int(np.argmax(wrong))
-            raise PageFault(f"row {plan.row}: position {where} of {end} is not in its page")
+            if plan.serial not in self._void:
+                raise PageFault(f"row {plan.row}: position {where} of {end} is not in its page")
         context = read.astype(np.int32)  # the low half
         if not plan.sample:
             return None
         assert end == row.num_known, f"{plan}: sampled before the end of what is known"
         error = self._fail_row(plan.serial, plan.output_index)
+        if wrong.any():
+            error = "it read pages of a failed load"
         token = (
             0
             if error is not None

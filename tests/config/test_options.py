@@ -62,6 +62,8 @@ def test_yaml_can_hold_every_flag(tmp_path: Path) -> None:
         "prefix_cache": True,  # the tiers below need it
         "eviction_policy": "lru",
         "host_memory": "1GB",
+        "write_policy": "write_back",
+        "prefetch_policy": "timeout",
         "storage": "/kept",
         "storage_size": "2GB",
         "schedule_policy": "hrrn",

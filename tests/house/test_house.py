@@ -24,8 +24,8 @@ LONG_FUNCTIONS: dict[str, int] = {}
 KIND_OR_DTYPE = re.compile(
     r"\b(mha|mqa|gqa|mla|swa|fp32|fp16|bf16|fp8|fp4|mxfp4|nvfp4|e4m3|e5m2|bfloat16|float16)\b", re.I
 )
-BLIND_ROOMS = ("replica", "cache", "sched", "loop")
-TORCH_FREE = ("core", "config", "kv", "replica", "cache", "sched", "loop", "sim", "stores")
+BLIND_ROOMS = ("replica", "cache", "tiers", "sched", "loop")
+TORCH_FREE = ("core", "config", "kv", "replica", "cache", "tiers", "sched", "loop", "sim", "stores")
 
 
 def sources(*rooms: str) -> list[Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from phloem.cache import PrefixCache, check_invariants
+from phloem.cache import HostTier, PrefixCache, check_invariants
 from phloem.core.clock import VirtualClock
 from phloem.core.namespace import make_namespace
 from phloem.core.plan import RowResult, StepPlan, StepResult
@@ -13,7 +13,9 @@ from phloem.core.request import FinishReason, GenerateRequest, OutputChunk, Samp
 from phloem.core.tokens import tokens_to_bytes
 from phloem.loop import EngineLoop
 from phloem.sched import Scheduler, SchedulerConfig
-from phloem.sim import FakeWorker, NextToken, cold, hash_model
+from phloem.sim import FakeWorker, NextToken, SimTransfers, cold, hash_model
+from phloem.tiers import TierConfig, TierController
+from phloem.tiers.config import is_exclusive
 
 VOCAB = 997
 NAMESPACE = make_namespace(model="fake")
@@ -35,14 +37,21 @@ class Rig:
         model: NextToken | None = None,
         cache_enabled: bool = True,
         fail_row=lambda serial, index: None,
+        host_pages: int = 0,
+        tiers: TierConfig | None = None,
+        transfers: dict | None = None,
         **config,
     ) -> None:
         self.page_size = page_size
         self.config = SchedulerConfig(max_model_len=max_model_len, **config)
         self.cache = PrefixCache(
-            page_size=page_size, num_pages=(num_pages,), enabled=cache_enabled, record_freed=True
+            page_size=page_size,
+            num_pages=(num_pages,),
+            enabled=cache_enabled,
+            record_freed=True,
+            host=HostTier(pages=host_pages, exclusive=is_exclusive(num_pages, host_pages)),
         )
-        self.scheduler = Scheduler(self.config, self.cache)
+        self.clock = VirtualClock()
         self.model = hash_model(VOCAB) if model is None else model
         self.worker = RecordingWorker(
             self.model,
@@ -52,7 +61,18 @@ class Rig:
             max_model_len=max_model_len,
             fail_row=fail_row,
         )
-        self.loop = EngineLoop(self.scheduler, self.worker, VirtualClock(), self._take)
+        self.tiers: TierController | None = None
+        if host_pages:
+            self.transfers = self.worker.gate = SimTransfers(
+                self.clock,
+                num_host_pages=host_pages,
+                memory=self.worker.memory,
+                **(transfers or {}),
+            )
+            config_of_tiers = TierConfig() if tiers is None else tiers
+            self.tiers = TierController(self.cache, self.transfers, self.clock, config_of_tiers)
+        self.scheduler = Scheduler(self.config, self.cache, self.tiers)
+        self.loop = EngineLoop(self.scheduler, self.worker, self.clock, self._take)
         self.requests: dict[str, GenerateRequest] = {}
         self.answers: dict[str, list[int]] = {}
         self.last: dict[str, OutputChunk] = {}

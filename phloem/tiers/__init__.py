@@ -1,0 +1,16 @@
+"""Tiers below the device: write and prefetch policies, cost model, and the one who submits."""
+
+from __future__ import annotations
+
+from phloem.tiers.config import PREFETCH_POLICIES, WRITE_POLICIES, TierConfig
+from phloem.tiers.controller import LoadEnd, TierController
+from phloem.tiers.cost import CostModel
+
+__all__ = [
+    "PREFETCH_POLICIES",
+    "WRITE_POLICIES",
+    "CostModel",
+    "LoadEnd",
+    "TierConfig",
+    "TierController",
+]

@@ -1,0 +1,168 @@
+"""The tier controller: the only one who submits transfers. One thread, no waiting.
+
+    scheduler -- loadable_pages, make_room, start_load, used --> controller --> transfers
+    loop      -- poll, once a pass ---------------------------------->  |   <-- results
+
+A pass polls first (commits and aborts what has ended), then starts what is queued.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from phloem.cache import Match, PrefixCache, Reservation
+from phloem.cache.node import Node
+from phloem.core.clock import Clock
+from phloem.core.refs import NO_REFS, PageRefs
+from phloem.core.stats import TierStats, TransferStats
+from phloem.core.transfer import TransferKind, TransferResult, Transfers
+from phloem.tiers.backups import HostBackups
+from phloem.tiers.config import TierConfig
+from phloem.tiers.cost import CostModel
+from phloem.tiers.flights import Flights
+from phloem.tiers.heat import Heat
+
+__all__ = ["LoadEnd", "TierController"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnd:
+    """A load has ended; `ok`: all its pages are on the device."""
+
+    id: int
+    ok: bool
+
+
+class TierController:
+    """Decides what moves between device, host and storage, and follows it."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        transfers: Transfers,
+        clock: Clock,
+        config: TierConfig,
+    ) -> None:
+        self.config = config
+        self.cost = CostModel(page_bytes=config.page_bytes, page_size=cache.page_size)
+        self._cache = cache
+        self._clock = clock
+        self._page_size = cache.page_size
+        self._flights = Flights(transfers, cache, self.cost)
+        self._heat = Heat(config.selective_threshold)
+        self._backups = HostBackups(cache, self._flights, config, self._heat, self._on_backed_up)
+        self._ended: list[LoadEnd] = []
+        self._destinations: list[PageRefs] = []  # of loads since the last plan
+        self._load_failures = 0
+
+    # For the scheduler.
+
+    def loadable_pages(self, match: Match, num_tokens: int) -> int:
+        """How many of the match's host pages to load for a request of `num_tokens` in all."""
+        if not match.host_pages or self.config.recompute_only:
+            return 0
+        reached = (match.num_pages + match.host_pages) * self._page_size
+        choice = self.cost.choose_load(match.host_pages, num_tokens - reached)
+        return choice.pages
+
+    def make_room(self, num_pages: int, match: Match) -> bool:
+        """See `HostBackups.make_room`."""
+        return self._backups.make_room(num_pages, match)
+
+    def start_load(self, reservation: Reservation, *, after_step: int) -> int:
+        """Fill the reservation's loading pages from the host, once `after_step` has finished."""
+        first, count = reservation.num_cached_pages, reservation.num_loading_pages
+
+        def on_end(result: TransferResult) -> None:
+            reservation.end_load()
+            ok = bool(result.done.all())
+            self._load_failures += not ok
+            self._ended.append(LoadEnd(result.id, ok))
+
+        refs = reservation.refs[first : first + count]
+        if self._cache.leader.record_freed:
+            self._destinations.append(refs)
+        return self._flights.submit(
+            TransferKind.LOAD_BACK,
+            on_end,
+            device=refs.tobytes(),
+            host=reservation.load_slots,
+            after_step=after_step,
+        )
+
+    def take_destinations(self) -> PageRefs:
+        """Pages that loads were started into since the last call (if freed pages are recorded)."""
+        parts, self._destinations = self._destinations, []
+        return np.concatenate(parts) if parts else NO_REFS
+
+    def cancel_load(self, load_id: int) -> None:
+        """Nobody will read what it loads."""
+        self._flights.cancel(load_id)
+
+    def used(self, node: Node) -> None:
+        """A request has computed its prompt, or has ended: `node` is the end of its path."""
+        if node is not self._cache.leader.tree.root and not node.detached:
+            self._backups.used(node)
+
+    @property
+    def frees_pages(self) -> bool:
+        """Device pages are locked by transfers that will end soon."""
+        count = self._flights.count
+        return count[TransferKind.LOAD_BACK] + count[TransferKind.BACKUP_HOST] > 0
+
+    # For the loop.
+
+    @property
+    def busy(self) -> bool:
+        """Transfers are in flight or wait to start."""
+        return len(self._flights) > 0 or self._backups.num_queued > 0
+
+    def poll(self) -> list[LoadEnd]:
+        """Take in what has ended, start what can start; returns the loads that have ended."""
+        self._flights.poll()
+        self._backups.pump()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def step_finished(self, step: int) -> None:
+        """All steps up to `step` have finished."""
+        self._flights.step_finished(step)
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until some transfer has ended, at most `timeout_s`."""
+        self._flights.wait(timeout_s)
+
+    def observe_step(self, num_tokens: int, seconds: float) -> None:
+        """A step of `num_tokens` tokens has computed for `seconds`."""
+        self.cost.observe_prefill(num_tokens, seconds)
+
+    def stats(self) -> TierStats:
+        """A snapshot of all counters."""
+        flights = self._flights
+        return TierStats(
+            write_policy=self.config.write_policy,
+            prefetch_policy=self.config.prefetch_policy,
+            transfers=tuple(
+                TransferStats(
+                    kind=kind.value,
+                    in_flight=flights.count[kind],
+                    pages_total=flights.pages[kind],
+                    bytes_total=flights.num_bytes[kind],
+                    seconds_total=flights.seconds[kind],
+                    failed_pages_total=flights.failed_pages[kind],
+                    bandwidth=self.cost.bandwidth(kind),
+                )
+                for kind in TransferKind
+                if kind is not TransferKind.PROBE
+            ),
+            queued_backups=self._backups.num_queued,
+            held_host_pages=flights.num_held_slots,
+            dropped_pages_total=tuple(sorted(self._backups.dropped.items())),
+            load_choices_total=tuple(self.cost.chosen.items()),
+            load_failures_total=self._load_failures,
+        )
+
+    def _on_backed_up(self, node: Node, num_pages: int) -> None:
+        """Pages have arrived on the host."""

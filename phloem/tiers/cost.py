@@ -1,0 +1,132 @@
+"""The cost model: what a transfer takes, what computing takes, and which is cheaper.
+
+Both are lines, seconds = fixed + per_unit x units, fitted to what was measured, the newest most.
+
+    pages on the host:   0 ....... k ....... n        k loaded, the rest computed, both at once,
+                         |-load-->|-compute->|        layer by layer: max(load(k), compute(rest))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phloem.core.transfer import TransferKind
+
+__all__ = ["CostModel", "Line", "LoadChoice"]
+
+_FORGET = 0.95  # weight of all earlier measurements against a new one
+
+
+class Line:
+    """seconds = fixed + per_unit x units, by least squares over a fading past."""
+
+    __slots__ = ("_n", "_t", "_x", "_xt", "_xx", "prior")
+
+    def __init__(self, fixed: float, per_unit: float) -> None:
+        self.prior = (fixed, per_unit)
+        self._n = self._x = self._t = self._xx = self._xt = 0.0
+
+    @property
+    def measured(self) -> bool:
+        return self._n > 0
+
+    def observe(self, units: float, seconds: float) -> None:
+        if units <= 0 or seconds <= 0:
+            return  # nothing was measured
+        self._n = self._n * _FORGET + 1
+        self._x = self._x * _FORGET + units
+        self._t = self._t * _FORGET + seconds
+        self._xx = self._xx * _FORGET + units * units
+        self._xt = self._xt * _FORGET + units * seconds
+
+    @property
+    def coefficients(self) -> tuple[float, float]:
+        """(fixed, per_unit), neither of them negative; the prior before anything is measured."""
+        if self._n == 0:
+            return self.prior
+        spread = self._n * self._xx - self._x * self._x
+        if spread <= 1e-9 * self._n * self._xx:  # one size only: it says nothing of a fixed part
+            return 0.0, self._t / self._x
+        slope = (self._n * self._xt - self._x * self._t) / spread
+        fixed = (self._t - slope * self._x) / self._n
+        if slope <= 0:
+            return 0.0, self._t / self._x
+        if fixed < 0:
+            return 0.0, self._xt / self._xx
+        return fixed, slope
+
+    def seconds(self, units: float) -> float:
+        if units <= 0:
+            return 0.0
+        fixed, per_unit = self.coefficients
+        return fixed + per_unit * units
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadChoice:
+    """How many pages to load, and what was expected of it and of the two extremes."""
+
+    pages: int
+    chosen_s: float
+    load_all_s: float
+    recompute_s: float
+
+
+class CostModel:
+    """Measured costs of the loop's machine; the leader's alone."""
+
+    def __init__(self, *, page_bytes: int, page_size: int) -> None:
+        self._page_bytes = page_bytes
+        self._page_size = page_size
+        # Before the first measurement loading is taken to pay: 2 GB/s against 1,000 tokens/s.
+        per_page = page_bytes / 2e9
+        self.transfers = {kind: Line(0.0, per_page) for kind in TransferKind}
+        self.prefill = Line(0.0, 1e-3)
+        self.chosen = {"load": 0, "part": 0, "recompute": 0}
+
+    def observe_transfer(self, kind: TransferKind, pages: int, seconds: float) -> None:
+        """A transfer of `pages` pages took `seconds`."""
+        self.transfers[kind].observe(pages, seconds)
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """A step of `tokens` tokens took `seconds`, waiting for loads not counted."""
+        self.prefill.observe(tokens, seconds)
+
+    def bandwidth(self, kind: TransferKind) -> float:
+        """Bytes a second of a long transfer; 0: not measured."""
+        line = self.transfers[kind]
+        per_page = line.coefficients[1]
+        return self._page_bytes / per_page if line.measured and per_page > 0 else 0.0
+
+    def choose_load(self, num_pages: int, num_tokens: int) -> LoadChoice:
+        """How many of `num_pages` host pages to load when `num_tokens` follow them.
+
+        Loading and computing run at the same time, layer by layer, so the sooner of the two does
+        not count. Load grows with k and compute falls, so the best k is where they cross.
+        """
+        load, size = self.transfers[TransferKind.LOAD_BACK], self._page_size
+
+        def total_s(k: int) -> float:
+            computed = num_tokens + (num_pages - k) * size
+            return max(load.seconds(k), self.prefill.seconds(computed))
+
+        low, high = 0, num_pages
+        while low < high:
+            middle = (low + high + 1) // 2
+            rest = num_tokens + (num_pages - middle) * size
+            if load.seconds(middle) <= self.prefill.seconds(rest):
+                low = middle
+            else:
+                high = middle - 1
+        best = min({0, low, min(low + 1, num_pages)}, key=lambda k: (total_s(k), -k))
+        return LoadChoice(
+            pages=best,
+            chosen_s=total_s(best),
+            load_all_s=total_s(num_pages),
+            recompute_s=total_s(0),
+        )
+
+    def count(self, choice: LoadChoice, num_pages: int) -> None:
+        """Remember which way a request went."""
+        way = "load" if choice.pages == num_pages else "part" if choice.pages else "recompute"
+        self.chosen[way] += 1

@@ -1,0 +1,108 @@
+"""Transfers in flight: ids, callbacks, measurements, and slots that outlive their transfer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+
+from phloem.cache import PrefixCache
+from phloem.core.transfer import Transfer, TransferKind, TransferResult, Transfers
+from phloem.tiers.cost import CostModel
+
+__all__ = ["Flights", "OnEnd"]
+
+OnEnd: TypeAlias = Callable[[TransferResult], None]
+_NO_SLOTS = np.empty(0, dtype=np.int64)
+
+
+class Flights:
+    """Submits transfers and hands each result to who asked for it, exactly once."""
+
+    def __init__(self, transfers: Transfers, cache: PrefixCache, cost: CostModel) -> None:
+        self._transfers = transfers
+        self._host = cache.leader.host
+        self._cost = cost
+        self._next_id = 0
+        self._flying: dict[int, tuple[Transfer, OnEnd]] = {}
+        self._held: dict[int, bytes] = {}  # quarantined slots by transfer
+        self.num_ended = 0
+        self.count: Counter[TransferKind] = Counter()  # in flight
+        self.pages: Counter[TransferKind] = Counter()  # arrived, since the start
+        self.num_bytes: Counter[TransferKind] = Counter()
+        self.seconds = dict.fromkeys(TransferKind, 0.0)
+        self.failed_pages: Counter[TransferKind] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._flying)
+
+    @property
+    def num_held_slots(self) -> int:
+        return sum(len(slots) // 8 for slots in self._held.values())
+
+    def submit(
+        self,
+        kind: TransferKind,
+        on_end: OnEnd,
+        *,
+        device: bytes = b"",
+        host: bytes = b"",
+        links: tuple[bytes, ...] = (),
+        after_step: int = -1,
+        deadline_s: float = float("inf"),
+    ) -> int:
+        """Start a transfer of packed refs and slots; `on_end` hears of its result, from `poll`."""
+        transfer = Transfer(
+            id=self._next_id,
+            kind=kind,
+            device=np.frombuffer(device, np.int64) if device else _NO_SLOTS,
+            host=np.frombuffer(host, np.int64) if host else _NO_SLOTS,
+            links=links,
+            after_step=after_step,
+            deadline_s=deadline_s,
+        )
+        self._next_id += 1
+        self._flying[transfer.id] = (transfer, on_end)
+        self.count[kind] += 1
+        self._transfers.submit(transfer)
+        return transfer.id
+
+    def cancel(self, transfer_id: int) -> None:
+        """Start no more pages of it, if it still flies."""
+        if transfer_id in self._flying:
+            self._transfers.cancel(transfer_id)
+
+    def poll(self) -> None:
+        """Call back for everything that has ended; never waits."""
+        for result in self._transfers.poll():
+            self._end(result)
+        for transfer_id in self._transfers.released():
+            self._host.release(self._held.pop(transfer_id))
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until something ends."""
+        self._transfers.wait(timeout_s)
+
+    def step_finished(self, step: int) -> None:
+        self._transfers.step_finished(step)
+
+    def _end(self, result: TransferResult) -> None:
+        transfer, on_end = self._flying.pop(result.id)
+        kind = transfer.kind
+        self.count[kind] -= 1
+        self.num_ended += 1
+        arrived = int(np.count_nonzero(result.done))
+        if kind is not TransferKind.PROBE:
+            self.pages[kind] += arrived
+            self.num_bytes[kind] += result.num_bytes
+            self.seconds[kind] += result.seconds
+            self.failed_pages[kind] += transfer.num_pages - arrived
+            if arrived and arrived == transfer.num_pages:
+                self._cost.observe_transfer(kind, arrived, result.seconds)
+        if result.held is not None and result.held.any():
+            slots = transfer.host[result.held].tobytes()
+            self._host.hold(slots)
+            self._held[result.id] = slots
+        on_end(result)

@@ -1,0 +1,107 @@
+"""The host tier end to end: real loop, scheduler, cache and controller over page memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from phloem.cache import check_invariants
+from phloem.core.transfer import TransferKind
+from phloem.tiers import TierConfig
+from tests.sched.rig import Rig, prompt_of
+from tests.sched.test_random_walk import add_some
+
+
+def served(rig: Rig, name: str, prompt: list[int], max_tokens: int = 1):
+    rig.add(name, prompt, max_tokens=max_tokens)
+    rig.run()
+    check_invariants(rig.cache, idle=True)
+    return rig.last[name].cached
+
+
+def test_a_prefix_that_left_the_device_comes_back_from_the_host():
+    rng = random.Random(1)
+    rig = Rig(page_size=4, num_pages=16, host_pages=128)
+    first = prompt_of(rng, 41)
+    served(rig, "a", first)
+    for number in range(4):
+        served(rig, f"other{number}", prompt_of(rng, 41))
+    cached = served(rig, "again", first)
+    assert (cached.device, cached.host) == (0, 40)
+    assert served(rig, "third", first).device == 40
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize("host_pages", [20, 128])
+def test_device_and_host_together_hold_more_than_the_host_alone(policy: str, host_pages: int):
+    """Whatever the sizes, every page of a working set that fits into both tiers hits."""
+    rng = random.Random(2)
+    rig = Rig(
+        page_size=4, num_pages=16, host_pages=host_pages, tiers=TierConfig(write_policy=policy)
+    )
+    prompts = [prompt_of(rng, 21) for _ in range(5)]  # 5 x 5 pages, a sixth for what runs
+    for turn in range(3):
+        cached = [served(rig, f"{turn}/{i}", prompt).total for i, prompt in enumerate(prompts)]
+        assert turn == 0 or cached == [20] * 5
+    rig.check_idle()
+
+
+FAILS = {TransferKind.BACKUP_HOST: 0.2, TransferKind.LOAD_BACK: 0.8}
+
+
+def walk(seed: int, *, page_size: int, steps: int) -> Rig:
+    rng = random.Random(f"host/{seed}/{page_size}")
+    num_pages = rng.randrange(80, 300) // page_size
+    broken = rng.random() < 0.6
+    chance = random.Random(seed)
+    rig = Rig(
+        page_size=page_size,
+        num_pages=num_pages,
+        host_pages=max(1, int(num_pages * rng.choice((0.3, 1, 2, 5)))),
+        tiers=TierConfig(
+            write_policy=rng.choice(("write_through", "write_through_selective", "write_back"))
+        ),
+        transfers={
+            "seed": seed,
+            "fails": lambda transfer: broken and chance.random() < FAILS[transfer.kind],
+            "blocked": lambda transfer: chance.random() < 0.3,
+        },
+        max_running=rng.choice((2, 6, 12)),
+        max_prefill_tokens=rng.choice((page_size, 24, 100, 4096)),
+        overlap=rng.random() < 0.7,
+        headroom_tokens=rng.choice((0, 0, 32)),
+        eos_ids=tuple(range(rng.choice((0, 20)))),
+    )
+    heads = [prompt_of(rng, rng.randrange(1, 50)) for _ in range(4)]
+    for number in range(steps):
+        draw = rng.random()
+        unfinished = [name for name in rig.requests if name not in rig.last]
+        if draw < 0.25 and len(unfinished) < 20:
+            add_some(rig, rng, f"r{number}", heads)
+        elif draw < 0.28 and unfinished:
+            rig.loop.abort(rng.choice(unfinished))
+        elif draw < 0.29:
+            rig.loop.flush()
+        rig.step()
+        if number % 8 == 0:
+            check_invariants(rig.cache)
+    rig.run()
+    rig.check_idle()
+    return rig
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("seed", range(20))
+def test_every_answer_of_a_walk_with_a_host_tier_is_cold(seed: int, page_size: int):
+    walk(seed, page_size=page_size, steps=200)
+
+
+def test_walks_with_a_host_tier_do_what_they_are_for():
+    rigs = [walk(seed, page_size=4, steps=200) for seed in range(12)]
+    stats = [rig.loop.stats() for rig in rigs]
+    assert sum(s.cached_tokens_total.host for s in stats) > 200
+    assert sum(s.tiers.load_failures_total for s in stats) > 3
+    assert sum(s.cache.demoted_pages_total for s in stats) > 50
+    assert sum(s.cache.host_evicted_pages_total for s in stats) > 10
