@@ -28,7 +28,7 @@ __all__ = ["TransferEngine", "TransferHooks"]
 logger = logging.getLogger(__name__)
 
 # One chunk: long enough that waking waiters costs nothing, short enough that a load need not wait.
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 16 << 20
 # A step waits so long for a layer; then something is broken, and failing is better than hanging.
 LAYER_PATIENCE_S = 120.0
 _SLICE_S = 0.001  # with two things to wait for, each is looked at so often
@@ -71,8 +71,12 @@ class TransferEngine:
         self._copier = copier
         self._hooks = hooks or TransferHooks()
         self._storage = StorageMover(arena, clock)
-        self._changed = threading.Condition()
-        # All below: under _changed.
+        # One lock, three things to wait for: a job that can go on, a layer, a result.
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._layers = threading.Condition(self._lock)
+        self._ended = threading.Condition(self._lock)
+        # All below: under _lock.
         self._jobs: list[CopyJob] = []
         self._loads: dict[int, CopyJob] = {}  # until they are polled
         self._results: list[TransferResult] = []
@@ -91,15 +95,15 @@ class TransferEngine:
             self._storage.submit(transfer)
             return
         job = CopyJob(transfer, self._layout.spec.num_layers)
-        with self._changed:
+        with self._lock:
             assert not self._closed, "the transfer engine is closed"
             self._jobs.append(job)
             if job.is_load:
                 self._loads[transfer.id] = job
-            self._changed.notify_all()
+            self._work.notify()
 
     def poll(self) -> list[TransferResult]:
-        with self._changed:
+        with self._lock:
             results, self._results = self._results, []
             for result in results:
                 self._loads.pop(result.id, None)
@@ -114,33 +118,33 @@ class TransferEngine:
             if self._storage.ready:
                 return
             storing = self._storage.busy
-            with self._changed:
+            with self._lock:
                 if self._results:
                     return
                 if not storing:
-                    self._changed.wait_for(lambda: bool(self._results), left)
+                    self._ended.wait_for(lambda: bool(self._results), left)
                     return
                 copying = bool(self._jobs)
             self._storage.wait(min(left, _SLICE_S) if copying else left)
 
     def cancel(self, transfer_id: int) -> None:
         self._storage.cancel(transfer_id)
-        with self._changed:
+        with self._lock:
             for job in self._jobs:
                 if job.transfer.id == transfer_id:
                     job.cancelled = True
-            self._changed.notify_all()
+            self._work.notify()
 
     def step_finished(self, step: int) -> None:
-        with self._changed:
+        with self._lock:
             if step > self._finished_step:
                 self._finished_step = step
-                self._changed.notify_all()
+                self._work.notify()
 
     def wait_layer(self, transfer_ids: tuple[int, ...], layer: int) -> None:
         for transfer_id in transfer_ids:
-            with self._changed:
-                if not self._changed.wait_for(
+            with self._lock:
+                if not self._layers.wait_for(
                     functools.partial(self._has_layer, transfer_id, layer), LAYER_PATIENCE_S
                 ):
                     raise RuntimeError(
@@ -155,9 +159,10 @@ class TransferEngine:
 
     def close(self) -> None:
         """Drop what is queued, let the running chunk end, join the thread. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            self._work.notify()
+            self._layers.notify_all()
         self._thread.join()
         self._storage.close()
 
@@ -167,12 +172,12 @@ class TransferEngine:
 
     def _take(self) -> CopyJob | None:
         """Wait for a job that is ready; None when closed."""
-        with self._changed:
+        with self._lock:
             while not self._closed:
                 job = next_job(self._jobs, self._finished_step)
                 if job is not None:
                     return job
-                self._changed.wait()
+                self._work.wait()
             return None
 
     def _advance(self, job: CopyJob) -> None:
@@ -186,14 +191,15 @@ class TransferEngine:
             except Exception as failure:  # the thread's entry point: the others go on
                 logger.exception("%s %d failed", job.transfer.kind.value, job.transfer.id)
                 error = f"{type(failure).__name__}: {failure}"
-        with self._changed:
+        with self._lock:
             job.seconds += time.perf_counter() - started
             job.progress, job.error = progress, error
             if job.cancelled or error is not None or progress >= job.goal:
                 job.ended = True
                 self._jobs.remove(job)
                 self._results.append(job.result(self._layout.spec.page_bytes))
-            self._changed.notify_all()
+                self._ended.notify_all()
+            self._layers.notify_all()
 
     def _copy(self, transfer: Transfer, progress: int) -> int:
         """Copy a chunk; returns the progress after it."""
