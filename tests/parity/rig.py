@@ -11,19 +11,28 @@ import functools
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from phloem.cache import PrefixCache, check_invariants
-from phloem.core.clock import VirtualClock
+from phloem.cache import HostTier, PrefixCache, check_invariants
+from phloem.core.clock import MonotonicClock
 from phloem.core.namespace import make_namespace
 from phloem.core.plan import RowInit, StepPlan, StepResult
 from phloem.core.refs import slot_of
-from phloem.core.request import FinishReason, GenerateRequest, OutputChunk, SamplingParams
+from phloem.core.request import (
+    CachedTokens,
+    FinishReason,
+    GenerateRequest,
+    OutputChunk,
+    SamplingParams,
+)
 from phloem.core.tokens import tokens_to_bytes
 from phloem.loop import EngineLoop
 from phloem.sched import Scheduler, SchedulerConfig
+from phloem.tiers import TierConfig, TierController
+from phloem.tiers.config import is_exclusive
 from phloem.worker import Hooks, LoadedWorker, WorkerOptions, load_worker
 
 __all__ = ["Answer", "Cold", "Rig"]
@@ -33,7 +42,9 @@ MAX_LEN = 512
 NAMESPACE = make_namespace(model="tiny")
 
 
-def _load(path: Path, page_size: int, num_pages: int, hooks: Hooks, inline: bool) -> LoadedWorker:
+def _load(
+    path: Path, page_size: int, num_pages: int, hooks: Hooks, *, inline: bool, host_pages: int
+) -> LoadedWorker:
     options = WorkerOptions(
         dtype="fp32",
         page_size=page_size,
@@ -43,6 +54,7 @@ def _load(path: Path, page_size: int, num_pages: int, hooks: Hooks, inline: bool
         threads=1,
         hooks=hooks,
         inline=inline,
+        host_pages=host_pages,
     )
     return load_worker(path, options)
 
@@ -86,6 +98,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     cached: int = 0
+    sources: CachedTokens = field(default_factory=CachedTokens)
     error: str | None = None
 
 
@@ -102,14 +115,22 @@ class Rig:
         overlap: bool = True,
         max_prefill_tokens: int = MAX_LEN,
         max_running: int = 8,
+        host_pages: int = 0,
+        tiers: TierConfig | None = None,
     ) -> None:
         self.page_size = page_size
         self.logits: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
         hooks = Hooks(capture_logits=self._capture, nan_fill=True)
-        self.loaded = _load(path, page_size, num_pages, hooks, inline=not overlap)
+        self.loaded = _load(
+            path, page_size, num_pages, hooks, inline=not overlap, host_pages=host_pages
+        )
         self.recorder = Recorder(self.loaded)
         self.cache = PrefixCache(
-            page_size=page_size, num_pages=(num_pages,), enabled=prefix_cache, record_freed=True
+            page_size=page_size,
+            num_pages=(num_pages,),
+            host=HostTier(pages=host_pages, exclusive=is_exclusive(num_pages, host_pages)),
+            enabled=prefix_cache,
+            record_freed=True,
         )
         config = SchedulerConfig(
             max_model_len=MAX_LEN,
@@ -117,8 +138,9 @@ class Rig:
             max_prefill_tokens=max_prefill_tokens,
             overlap=overlap,
         )
-        self.scheduler = Scheduler(config, self.cache)
-        self.loop = EngineLoop(self.scheduler, self.recorder, VirtualClock(), self._emit)
+        self.clock = MonotonicClock()  # deadlines of storage are real; nothing else looks at it
+        self.scheduler = Scheduler(config, self.cache, self._controller(tiers))
+        self.loop = EngineLoop(self.scheduler, self.recorder, self.clock, self._emit)
         self.answers: dict[str, Answer] = {}
 
     def __enter__(self) -> Rig:
@@ -127,6 +149,14 @@ class Rig:
     def __exit__(self, *_: object) -> None:
         self.loop.run_until_idle()
         self.recorder.close()
+        if self.loaded.transfers is not None:
+            self.loaded.transfers.close()
+
+    def _controller(self, config: TierConfig | None) -> TierController | None:
+        if self.loaded.transfers is None:
+            return None
+        config = config or TierConfig(page_bytes=self.loaded.page_bytes)
+        return TierController(self.cache, self.loaded.transfers, self.clock, config)
 
     def add(self, prompt: list[int], max_tokens: int, *, salt: str | None = None) -> str:
         """Queue a greedy request; returns its id."""
@@ -160,7 +190,7 @@ class Rig:
     def _take(self, chunk: OutputChunk) -> None:
         answer = self.answers[chunk.request_id]
         answer.tokens += chunk.tokens
-        answer.cached = chunk.cached.total
+        answer.cached, answer.sources = chunk.cached.total, chunk.cached
         answer.finish = chunk.finish or answer.finish
         answer.error = chunk.error or answer.error
 
@@ -248,13 +278,28 @@ def check_pages(rig: Rig, cold: Cold) -> int:
             node = node.parent
         path.reverse()
         tokens = np.frombuffer(b"".join(n.key for n in path), dtype="<i4").tolist()
-        refs = np.frombuffer(b"".join(n.refs for n in path), dtype=np.int64)
+        copies = [copies_of(rig, node, page) for node in path for page in range(node.num_pages)]
         for page, expected in enumerate(cold.page_bytes(tokens, rig.page_size)):
-            held = read_page(rig, int(refs[page]))
-            slot = slot_of(int(refs[page]))
-            assert close_enough(held, expected), f"page {page} of {leaf} (slot {slot}) is wrong"
-            num_compared += 1
+            assert copies[page], f"page {page} of {leaf} is nowhere"
+            for place, held in copies[page].items():
+                assert close_enough(held, expected), f"page {page} of {leaf} is wrong in {place}"
+                num_compared += 1
     return num_compared
+
+
+def copies_of(rig: Rig, node: Any, page: int) -> dict[str, torch.Tensor]:
+    """A page of a node wherever it is, by place; all copies are the same bytes."""
+    out = {}
+    if node.refs:
+        ref = node.ref_list()[page]
+        out[f"slot {slot_of(ref)}"] = read_page(rig, ref)
+    if node.host:
+        slot = node.host_list()[page]
+        data = rig.loaded.host.read_page(slot)
+        out[f"host slot {slot}"] = torch.from_numpy(np.frombuffer(data, dtype=np.float32).copy())
+    if len(out) == 2:
+        assert torch.equal(*out.values()), f"page {page} of {node} differs between tiers"
+    return out
 
 
 def check_all(rig: Rig, cold: Cold) -> None:
