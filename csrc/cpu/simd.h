@@ -56,6 +56,11 @@ PHLOEM_INLINE vf load(const uint16_t *p) {
     return (vf)(__builtin_convertvector(h, vu) << 16);
 }
 PHLOEM_INLINE vf load(const int8_t *p) {
+#if defined(__AVX512F__)
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#elif defined(__AVX2__)  // gcc 12 converts 8-byte vectors one element at a time
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#endif
     vb b;
     memcpy(&b, p, sizeof b);
     return __builtin_convertvector(__builtin_convertvector(b, vi), vf);
