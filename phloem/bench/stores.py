@@ -37,16 +37,18 @@ PATIENCE_S = 120.0
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """Measure; at most 600 MB of disk for some tens of seconds, in the current directory."""
+    """Measure; at most 1.6 GB of disk for some tens of seconds, in the current directory."""
     num_bytes = (32 if quick else 128) << 20
     num_rounds = 3 if quick else 7
     results: list[dict[str, Any]] = []
     against_files: list[float] = []
+    arena = memoryview(mmap.mmap(-1, num_bytes))
+    arena[:] = os.urandom(1 << 20) * (num_bytes >> 20)
+    # Nothing is removed between the sizes: the discard of its blocks would disturb the next one.
     with _directory() as path:
-        arena = memoryview(mmap.mmap(-1, num_bytes))
-        arena[:] = os.urandom(1 << 20) * (num_bytes >> 20)
         for label, size in SIZES.items():
-            results += _against_raw(path, arena, label, size, num_rounds)
+            results += _against_raw(_subdirectory(path, label), arena, label, size, num_rounds)
+    with _directory() as path:
         for label, size in SIZES.items():
             results += _against_files(path, arena, label, size, num_rounds)
             against_files.append(results[-1]["value"])
@@ -64,6 +66,12 @@ def _directory() -> Iterator[str]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def _subdirectory(path: str, name: str) -> str:
+    path = os.path.join(path, name)
+    os.mkdir(path)
+    return path
+
+
 def _result(name: str, value: float, samples: Any, unit: str = "ratio") -> dict[str, Any]:
     return {"name": name, "value": round(value, 4), "unit": unit, "samples": samples}
 
@@ -73,8 +81,7 @@ class _Raw:
 
     def __init__(self, path: str, arena: memoryview, size: int) -> None:
         self._arena, self._size = arena, size
-        self._path = os.path.join(path, "raw")
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+        self._fd = os.open(os.path.join(path, "raw"), os.O_RDWR | os.O_CREAT | os.O_DIRECT)
         self._num_blocks = _footprint(arena) // size
         os.posix_fallocate(self._fd, 0, self._num_blocks * size)
         self._first = 0
@@ -104,7 +111,6 @@ class _Raw:
 
     def close(self) -> None:
         os.close(self._fd)
-        os.unlink(self._path)
 
 
 class _Files:
@@ -156,7 +162,6 @@ class _Files:
 
     def close(self) -> None:
         os.close(self._directory)
-        shutil.rmtree(self._path)
 
 
 class _Store:
@@ -165,9 +170,8 @@ class _Store:
     def __init__(self, path: str, arena: memoryview, size: int, *, sync: bool) -> None:
         self._arena, self._size = arena, size
         self._clock = MonotonicClock()
-        self._path = os.path.join(path, "store")
         options = StoreOptions(
-            location=self._path,
+            location=os.path.join(path, "store"),
             size_bytes=_footprint(arena),
             num_threads=NUM_THREADS,
             sync=sync,
@@ -220,7 +224,6 @@ class _Store:
 
     def close(self) -> None:
         self._store.close(self._clock.now_s() + PATIENCE_S)
-        shutil.rmtree(self._path)
 
 
 def _against_raw(
@@ -256,7 +259,8 @@ def _against_files(
     part = arena[: len(arena) // (4 if size < 256 << 10 else 1)]  # fsync of small files is slow
     out = []
     for suffix, sync in (("_no_sync", False), ("", True)):
-        files, store = _Files(path, part, size, sync=sync), _Store(path, part, size, sync=sync)
+        place = _subdirectory(path, label + suffix)
+        files, store = _Files(place, part, size, sync=sync), _Store(place, part, size, sync=sync)
         pairs: dict[str, list[tuple[float, float]]] = {"write": [], "read": [], "both": []}
         for turn in range(num_rounds):
             write = _pair(files.write, store.write, turn)
@@ -268,6 +272,7 @@ def _against_files(
             store.forget()
         files.close()
         store.close()
+        shutil.rmtree(place)
         for verb, name in (("write", "_write"), ("read", "_read"), ("both", "")):
             name = f"store{name}_over_file_per_page{suffix}_{label}"
             out.append(_speed_ratio(name, pairs[verb], len(part) * (2 if verb == "both" else 1)))

@@ -283,7 +283,7 @@ class SegmentWriter:
         segment.tail = BLOCK
         segment.head_due = True
         try:
-            os.posix_fallocate(segment.file.fd, 0, self._directory.geometry.segment_bytes)
+            segment.file.preallocate(self._directory.geometry.segment_bytes)
         except OSError as error:
             self.counters[f"begin_errno_{error.errno}"] += 1
             segment.generation = 0
