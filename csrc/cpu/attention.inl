@@ -241,21 +241,34 @@ static int64_t decode_scratch_floats(int64_t group, int64_t head_dim) {
     return group * (head_dim + kDecodeBlock) + W;
 }
 
-// s[g][i] = q[g] . K[i] for G heads and n tokens.
+// s[g][i] = q[g] . K[i] for G heads and N neighbouring tokens, which share the loads of q.
+template <class T, int G, int N>
+PHLOEM_INLINE void decode_scores_of(const T *base, const int64_t *at, const float *q, int64_t d,
+                                    float *s) {
+    vf acc[G][N] = {};
+    for (int64_t c = 0; c < d; c += W) {
+        vf k[N];
+#pragma GCC unroll 4
+        for (int i = 0; i < N; ++i) k[i] = load(base + at[i] + c);
+#pragma GCC unroll 4
+        for (int g = 0; g < G; ++g) {
+            vf x = load(q + g * d + c);
+#pragma GCC unroll 4
+            for (int i = 0; i < N; ++i) acc[g][i] = fma(x, k[i], acc[g][i]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g)
+#pragma GCC unroll 4
+        for (int i = 0; i < N; ++i) s[g * kDecodeBlock + i] = hsum(acc[g][i]);
+}
+
 template <class T, int G>
 static void decode_scores(const T *base, const int64_t *at, int64_t n, const float *q, int64_t d,
                           float *s) {
-    for (int64_t i = 0; i < n; ++i) {
-        const T *k = base + at[i];
-        vf acc[G] = {};
-        for (int64_t c = 0; c < d; c += W) {
-            vf x = load(k + c);
-#pragma GCC unroll 4
-            for (int g = 0; g < G; ++g) acc[g] = fma(load(q + g * d + c), x, acc[g]);
-        }
-#pragma GCC unroll 4
-        for (int g = 0; g < G; ++g) s[g * kDecodeBlock + i] = hsum(acc[g]);
-    }
+    int64_t i = 0;
+    for (; i + 4 <= n; i += 4) decode_scores_of<T, G, 4>(base, at + i, q, d, s + i);
+    for (; i < n; ++i) decode_scores_of<T, G, 1>(base, at + i, q, d, s + i);
 }
 
 // o[g][c ...] += sum over i of p[g][i] V[i][c ...] for G heads and NC vectors of the head.

@@ -26,19 +26,35 @@ template <int ODD> PHLOEM_INLINE vf panel_row(const uint16_t *p, int v) {
     return ODD ? (vf)(u & 0xffff0000u) : (vf)(u << 16);
 }
 
+constexpr int64_t kPrefetchBytes = 1024;
+
 enum ASide { ROWS, COLUMNS };  // a[i * stride + k], or a[k * stride + i]
 
 template <class WT, int MR, int NP, ASide A, int ODD>
 PHLOEM_INLINE void step(const float *a, int64_t a_stride, const WT *b, int64_t b_panel, int64_t k,
                         vf (&acc)[MR][NP * NV]) {
-    vf bv[NP * NV];
-#pragma GCC unroll 8
-    for (int j = 0; j < NP * NV; ++j) bv[j] = panel_row<ODD>(b + (j / NV) * b_panel, j % NV);
+    const auto left = [&](int i) {
+        return set1(A == ROWS ? a[i * a_stride + k] : a[k * a_stride + i]);
+    };
+    const auto right = [&](int j) { return panel_row<ODD>(b + (j / NV) * b_panel, j % NV); };
+    if constexpr (MR <= 2) {  // keep what is fewer in registers
+        vf x[MR];
+        for (int i = 0; i < MR; ++i) x[i] = left(i);
 #pragma GCC unroll 16
-    for (int i = 0; i < MR; ++i) {
-        vf x = set1(A == ROWS ? a[i * a_stride + k] : a[k * a_stride + i]);
+        for (int j = 0; j < NP * NV; ++j) {
+            vf bv = right(j);
+            for (int i = 0; i < MR; ++i) acc[i][j] = fma(x[i], bv, acc[i][j]);
+        }
+    } else {
+        vf bv[NP * NV];
 #pragma GCC unroll 8
-        for (int j = 0; j < NP * NV; ++j) acc[i][j] = fma(x, bv[j], acc[i][j]);
+        for (int j = 0; j < NP * NV; ++j) bv[j] = right(j);
+#pragma GCC unroll 16
+        for (int i = 0; i < MR; ++i) {
+            vf x = left(i);
+#pragma GCC unroll 8
+            for (int j = 0; j < NP * NV; ++j) acc[i][j] = fma(x, bv[j], acc[i][j]);
+        }
     }
 }
 
@@ -56,6 +72,10 @@ static void micro(const float *a, int64_t a_stride, const WT *b, int64_t b_panel
         }
     int64_t kk = 0;
     for (; kk + 2 <= k; kk += 2) {
+        // Panels are read front to back; the hardware's own prefetch starts too late for DRAM.
+#pragma GCC unroll 4
+        for (int j = 0; MR <= 2 && j < NP; ++j)
+            __builtin_prefetch((const char *)(b + j * b_panel) + kPrefetchBytes);
         step<WT, MR, NP, A, 0>(a, a_stride, b, b_panel, kk, acc);
         step<WT, MR, NP, A, 1>(a, a_stride, b, b_panel, kk + 1, acc);
         b += 2 * kPanel;
@@ -141,28 +161,39 @@ struct Epilogue {
     }
 };
 
+// One row has few independent sums in a panel: four panels at a time hide the adders' latency.
+constexpr int kWide = 4;
+
 template <class WT> static void gemm_panels(const GemmTask &task) {
-    const int64_t k = task.w->k;
+    const int64_t k = task.w->k, tile_panel = kMR * kPanel;
     const int64_t b_panel = (k + 1) / 2 * 2 * kPanel;
     const Epilogue epilogue{task};
-    alignas(64) float tiles[2 * kMR * kPanel];
-    for (int64_t p = task.panel0; p < task.panel1; p += 2) {
+    alignas(64) float tiles[kWide * kMR * kPanel];
+    int64_t panels = 0;
+    for (int64_t p = task.panel0; p < task.panel1; p += panels) {
         const WT *b = (const WT *)task.w->data + p * b_panel;
-        const int64_t panels = imin<int64_t>(2, task.panel1 - p);
+        if (task.m == 1 && p + kWide <= task.panel1) {
+            panels = kWide;
+            micro<WT, 1, kWide, ROWS, false>(task.x, 0, b, b_panel, k, tiles, kPanel, tile_panel);
+            epilogue.rows(tiles, 0, 1, p, 2);
+            epilogue.rows(tiles + 2 * tile_panel, 0, 1, p + 2, 2);
+            continue;
+        }
+        panels = imin<int64_t>(2, task.panel1 - p);
         for (int64_t i = 0; i < task.m; i += kMR) {
             const int64_t rows = imin<int64_t>(kMR, task.m - i);
             const float *x = task.x + i * task.x_stride;
-            if (panels == 2 && rows <= 2) {  // few rows: two panels for independent chains
+            if (panels == 2 && rows <= 2) {
                 micro_rows<WT, 2, ROWS, false, 2>(rows, x, task.x_stride, b, b_panel, k, tiles,
-                                                  kPanel, kMR * kPanel);
+                                                  kPanel, tile_panel);
             } else if (kNP == 2 && panels == 2) {
                 micro_rows<WT, 2, ROWS, false>(rows, x, task.x_stride, b, b_panel, k, tiles,
-                                               kPanel, kMR * kPanel);
+                                               kPanel, tile_panel);
             } else {
                 for (int64_t j = 0; j < panels; ++j)
                     micro_rows<WT, 1, ROWS, false>(rows, x, task.x_stride, b + j * b_panel,
-                                                   b_panel, k, tiles + j * kMR * kPanel, kPanel,
-                                                   kMR * kPanel);
+                                                   b_panel, k, tiles + j * tile_panel, kPanel,
+                                                   tile_panel);
             }
             epilogue.rows(tiles, i, rows, p, panels);
         }

@@ -31,22 +31,24 @@ from phloem.stores import StoreOptions, open_store
 __all__ = ["run"]
 
 SIZES = {"64k": 64 << 10, "256k": 256 << 10, "1m": 1 << 20}
-NUM_THREADS = 2
+NUM_THREADS = 4
 BATCH_BYTES = 32 << 20  # one operation of the controller
 PATIENCE_S = 120.0
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """Measure; at most 700 MB of disk for some tens of seconds, in the current directory."""
+    """Measure; at most 1.6 GB of disk for some tens of seconds, in the current directory."""
     num_bytes = (32 if quick else 128) << 20
     num_rounds = 3 if quick else 7
     results: list[dict[str, Any]] = []
     against_files: list[float] = []
+    arena = memoryview(mmap.mmap(-1, num_bytes))
+    arena[:] = os.urandom(1 << 20) * (num_bytes >> 20)
+    # Nothing is removed between the sizes: the discard of its blocks would disturb the next one.
     with _directory() as path:
-        arena = memoryview(mmap.mmap(-1, num_bytes))
-        arena[:] = os.urandom(1 << 20) * (num_bytes >> 20)
         for label, size in SIZES.items():
-            results += _against_raw(path, arena, label, size, num_rounds)
+            results += _against_raw(_subdirectory(path, label), arena, label, size, num_rounds)
+    with _directory() as path:
         for label, size in SIZES.items():
             results += _against_files(path, arena, label, size, num_rounds)
             against_files.append(results[-1]["value"])
@@ -64,21 +66,32 @@ def _directory() -> Iterator[str]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def _subdirectory(path: str, name: str) -> str:
+    path = os.path.join(path, name)
+    os.mkdir(path)
+    return path
+
+
 def _result(name: str, value: float, samples: Any, unit: str = "ratio") -> dict[str, Any]:
     return {"name": name, "value": round(value, 4), "unit": unit, "samples": samples}
 
 
 class _Raw:
-    """O_DIRECT reads and writes of whole blocks at their own place in one file."""
+    """O_DIRECT I/O of whole blocks, round and round in a file as large as the store."""
 
     def __init__(self, path: str, arena: memoryview, size: int) -> None:
         self._arena, self._size = arena, size
-        self._path = os.path.join(path, "raw")
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
-        os.posix_fallocate(self._fd, 0, len(arena))
-        self.write()
+        self._fd = os.open(os.path.join(path, "raw"), os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+        self._num_blocks = _footprint(arena) // size
+        os.posix_fallocate(self._fd, 0, self._num_blocks * size)
+        self._first = 0
+        for _ in range(
+            _footprint(arena) // len(arena) + 1
+        ):  # every block has been written at least once
+            self.write()
 
     def write(self) -> None:
+        self._first += len(self._arena) // self._size
         _in_threads(len(self._arena) // self._size, self._write_block)
 
     def read(self) -> None:
@@ -87,15 +100,17 @@ class _Raw:
     def _view(self, index: int) -> memoryview:
         return self._arena[index * self._size : (index + 1) * self._size]
 
+    def _place(self, index: int) -> int:
+        return (self._first + index) % self._num_blocks * self._size
+
     def _write_block(self, index: int) -> None:
-        _check(os.pwrite(self._fd, self._view(index), index * self._size), self._size)
+        _check(os.pwrite(self._fd, self._view(index), self._place(index)), self._size)
 
     def _read_block(self, index: int) -> None:
-        _check(os.preadv(self._fd, [self._view(index)], index * self._size), self._size)
+        _check(os.preadv(self._fd, [self._view(index)], self._place(index)), self._size)
 
     def close(self) -> None:
         os.close(self._fd)
-        os.unlink(self._path)
 
 
 class _Files:
@@ -147,19 +162,17 @@ class _Files:
 
     def close(self) -> None:
         os.close(self._directory)
-        shutil.rmtree(self._path)
 
 
 class _Store:
-    """The guarded segment store, half as large again as the arena: every round recycles."""
+    """The guarded segment store, larger than one round: every round recycles."""
 
     def __init__(self, path: str, arena: memoryview, size: int, *, sync: bool) -> None:
         self._arena, self._size = arena, size
         self._clock = MonotonicClock()
-        self._path = os.path.join(path, "store")
         options = StoreOptions(
-            location=self._path,
-            size_bytes=len(arena) // 2 * 3,
+            location=os.path.join(path, "store"),
+            size_bytes=_footprint(arena),
             num_threads=NUM_THREADS,
             sync=sync,
         )
@@ -167,7 +180,9 @@ class _Store:
         self._store.attach([Arena(0, arena)])
         self._round = 0
         self._keys: tuple[bytes, ...] = ()
-        for _ in range(3):  # every segment has been written at least once
+        for _ in range(
+            _footprint(arena) // len(arena) + 1
+        ):  # every segment has been written at least once
             self.write()
             self.forget()
 
@@ -209,7 +224,6 @@ class _Store:
 
     def close(self) -> None:
         self._store.close(self._clock.now_s() + PATIENCE_S)
-        shutil.rmtree(self._path)
 
 
 def _against_raw(
@@ -217,13 +231,13 @@ def _against_raw(
 ) -> list[dict[str, Any]]:
     raw, store = _Raw(path, arena, size), _Store(path, arena, size, sync=False)
     pairs: dict[str, list[tuple[float, float]]] = {"write": [], "read": [], "all_kept": []}
-    for _ in range(num_rounds):
-        pairs["write"].append((_seconds(raw.write), _seconds(store.write)))
-        pairs["read"].append((_seconds(raw.read), _seconds(store.read)))
+    for turn in range(num_rounds):
+        pairs["write"].append(_pair(raw.write, store.write, turn))
+        pairs["read"].append(_pair(raw.read, store.read, turn))
         store.forget()
-    for _ in range(num_rounds if label == "256k" else 0):
+    for turn in range(num_rounds if label == "256k" else 0):
         store.read_what_is_there()
-        pairs["all_kept"].append((_seconds(raw.write), _seconds(store.write)))
+        pairs["all_kept"].append(_pair(raw.write, store.write, turn))
     raw.close()
     store.close()
     out = []
@@ -245,18 +259,20 @@ def _against_files(
     part = arena[: len(arena) // (4 if size < 256 << 10 else 1)]  # fsync of small files is slow
     out = []
     for suffix, sync in (("_no_sync", False), ("", True)):
-        files, store = _Files(path, part, size, sync=sync), _Store(path, part, size, sync=sync)
+        place = _subdirectory(path, label + suffix)
+        files, store = _Files(place, part, size, sync=sync), _Store(place, part, size, sync=sync)
         pairs: dict[str, list[tuple[float, float]]] = {"write": [], "read": [], "both": []}
-        for _ in range(num_rounds):
-            write = (_seconds(files.write), _seconds(store.write))
+        for turn in range(num_rounds):
+            write = _pair(files.write, store.write, turn)
             files.forget()
-            read = (_seconds(files.read), _seconds(store.read))
+            read = _pair(files.read, store.read, turn)
             pairs["write"].append(write)
             pairs["read"].append(read)
             pairs["both"].append((write[0] + read[0], write[1] + read[1]))
             store.forget()
         files.close()
         store.close()
+        shutil.rmtree(place)
         for verb, name in (("write", "_write"), ("read", "_read"), ("both", "")):
             name = f"store{name}_over_file_per_page{suffix}_{label}"
             out.append(_speed_ratio(name, pairs[verb], len(part) * (2 if verb == "both" else 1)))
@@ -283,9 +299,22 @@ def _seconds(work: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
+def _pair(other: Callable[[], None], mine: Callable[[], None], turn: int) -> tuple[float, float]:
+    """Seconds of both, one directly after the other; who goes first alternates."""
+    if turn % 2:
+        mine_s = _seconds(mine)
+        return _seconds(other), mine_s
+    return _seconds(other), _seconds(mine)
+
+
 def _check(moved: int, wanted: int) -> None:
     if moved != wanted:
         raise RuntimeError(f"moved {moved} of {wanted} bytes")
+
+
+def _footprint(arena: memoryview) -> int:
+    """Bytes of disk: enough segments that a round does not evict its own beginning."""
+    return max(2 * len(arena), 256 << 20)
 
 
 def _in_threads(count: int, work: Callable[[int], None]) -> None:

@@ -90,6 +90,7 @@ class Health:
     progress: int  # grows with every pass of the loop and every layer computed
     since_progress_s: float
     reason: str = ""
+    ended: bool = False  # the process is gone and will not come back
 
 
 class TextTokenizer(Protocol):

@@ -26,7 +26,13 @@ def judge_health(
     if process.heartbeat.fd < 0 or code is not None:
         reason = "the engine process has ended" + ("" if code is None else f" (status {code})")
         return Health(
-            alive=False, ready=False, idle=False, progress=0, since_progress_s=0.0, reason=reason
+            alive=False,
+            ready=False,
+            idle=False,
+            progress=0,
+            since_progress_s=0.0,
+            reason=reason,
+            ended=True,
         )
     pulse = process.heartbeat.read()
     idle = pulse.state is LoopState.IDLE and waiting_since_s is None

@@ -2,6 +2,8 @@
 
 First SIGTERM or SIGINT: stop listening, refuse new requests, let running ones finish (at most
 `drain_timeout_s`), close the engine, exit code 0. Second: abort what runs, at once, exit code 1.
+The engine's process ends by itself: open requests get their error, exit code 1 and one line, so
+that whatever supervises the server starts it anew.
 """
 
 from __future__ import annotations
@@ -84,6 +86,7 @@ class Server(uvicorn.Server):
         self._on_ready = on_ready
         self._drain_timeout_s = drain_timeout_s
         self._forced = asyncio.Event()
+        self.orphaned = False  # the engine has ended
 
     def stop(self) -> None:
         """End in an orderly way; called again: at once. Safe from a signal handler of the loop."""
@@ -91,6 +94,14 @@ class Server(uvicorn.Server):
             self.force_exit = True
             self._forced.set()
         self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: has the engine ended?"""
+        if not self.should_exit and (health := self.engine.health()).ended:
+            logger.error("%s; the server stops", health.reason)
+            self.orphaned = True
+            self.should_exit = True
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -146,7 +157,7 @@ async def serve_async(server: Server, sock: socket.socket) -> int:
         limit = _FORCED_CLOSE_S if server.force_exit else None
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(engine.close(), limit)
-    return 1 if server.force_exit else 0
+    return 1 if server.force_exit or server.orphaned else 0
 
 
 def serve(

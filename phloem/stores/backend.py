@@ -56,7 +56,7 @@ class StoreOptions:
 
     location: str = ""  # a directory, or an address
     size_bytes: int = 0
-    num_threads: int = 2
+    num_threads: int = 4
     sync: bool = False  # a put that is OK survives a loss of power, not only of the process
 
 

@@ -34,7 +34,7 @@ def open_store(
 
 
 def guarded(
-    backend: Backend, clock: Clock, *, num_threads: int = 2, policy: GuardPolicy | None = None
+    backend: Backend, clock: Clock, *, num_threads: int = 4, policy: GuardPolicy | None = None
 ) -> PageStore:
     """Put everything above a backend: seal (if it needs one), threads, deadlines, breaker."""
     if not backend.caps.verifies:

@@ -73,15 +73,17 @@ class ThreadedStore:
     """A PageStore over a blocking backend. `num_threads` calls run at once."""
 
     def __init__(
-        self, backend: Backend, clock: Clock, *, num_threads: int = 2, max_in_flight: int = 256
+        self, backend: Backend, clock: Clock, *, num_threads: int = 4, max_in_flight: int = 256
     ) -> None:
         self._backend = backend
         self._clock = clock
         self._num_threads = num_threads
         self._max_in_flight = max_in_flight
         self._arenas: dict[int, memoryview] = {}
-        self._changed = threading.Condition()
-        # All below: under _changed.
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)  # for those who wait for answers
+        self._work_ready = threading.Condition(lock)  # for idle threads
+        # All below: under the lock of both.
         self._next_ticket = 1
         self._flights: dict[Ticket, _Flight] = {}
         self._deadlines: list[tuple[float, Ticket]] = []
@@ -153,7 +155,7 @@ class ThreadedStore:
         self._flights[flight.ticket] = flight
         heapq.heappush(self._deadlines, (deadline_s, flight.ticket))
         self._keep_threads()
-        self._changed.notify_all()
+        self._work_ready.notify(len(flight.parts))
 
     def _keep_threads(self) -> None:
         """As many threads as wanted beside the stuck ones, within bounds."""
@@ -175,13 +177,14 @@ class ThreadedStore:
                 if (self._closed and not self._queue) or surplus:
                     self._num_alive -= 1
                     self._close_backend_if_idle()
+                    self._work_ready.notify()  # what woke this one was meant for another
                     self._changed.notify_all()
                     return None
                 if self._queue:
                     part = self._queue.popleft()
                     part.running = True
                     return part
-                self._changed.wait()
+                self._work_ready.wait()
 
     def _execute(self, part: _Part) -> list[Status]:
         verb = part.flight.op.verb
@@ -211,7 +214,7 @@ class ThreadedStore:
                     self._bytes[flight.op.verb] += _num_ok_bytes(part.items, statuses)
             if flight.num_open == 0:
                 self._settle(flight)
-            self._changed.notify_all()
+                self._changed.notify_all()
 
     def _withdraw(self, part: _Part, statuses: list[Status]) -> None:
         """A put that was answered TIMEOUT has succeeded after all: it shall not be seen."""
@@ -318,7 +321,7 @@ class ThreadedStore:
     def close(self, deadline_s: float) -> None:
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
+            self._work_ready.notify_all()
             while self._num_alive > self._num_stuck:
                 self._expire_due()
                 left = deadline_s - self._clock.now_s()

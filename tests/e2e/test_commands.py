@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -188,6 +189,16 @@ def test_a_port_in_use_is_one_line_before_anything_is_loaded(served: Served) -> 
 
 
 def test_sigterm_ends_it_in_order(served: Served) -> None:
-    """Last in this file: it ends the server that the others use."""
+    """Near the end of this file: it ends the server that the others use."""
     assert served.stop() == 0
     assert "Traceback" not in served.output()
+
+
+def test_a_killed_engine_ends_the_server_with_a_message() -> None:
+    server = Served("--num-pages", "64", "--max-model-len", "512")
+    children = Path(f"/proc/{server.process.pid}/task").glob("*/children")
+    (engine,) = [int(pid) for path in children for pid in path.read_text().split()]
+    os.kill(engine, signal.SIGKILL)
+    assert server.process.wait(10) == 1
+    assert "the engine process has ended (status -9); the server stops" in server.output()
+    assert "Traceback" not in server.output()

@@ -93,6 +93,7 @@ class FakeEngine:
         self.draining = False
         self.cut = asyncio.Event()  # set when draining ran out of time
         self.closed = 0
+        self.ended = False
         self.stats_gate: Gate | None = None
         self.flushed = 0
         self.totals = {"prompt": 0, "generated": 0, "device": 0, "host": 0}
@@ -221,6 +222,7 @@ class FakeEngine:
         return Health(
             alive=self.alive, ready=self.alive and not self.draining, idle=not self.running,
             progress=1, since_progress_s=0.0, reason="" if self.alive else "killed",
+            ended=self.ended,
         )  # fmt: skip
 
     async def drain(self, timeout_s: float) -> bool:

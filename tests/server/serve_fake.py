@@ -1,6 +1,7 @@
 """A server process for the signal tests: prints its port, then its exit facts as JSON lines.
 
-A prompt "slow N" answers N tokens, 20 ms apart; "stuck" ends only when the drain's time is over.
+A prompt "slow N" answers N tokens, 20 ms apart; "stuck" ends only when the drain's time is over;
+"die" is the end of the engine.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import sys
 from collections.abc import AsyncIterator
 
-from phloem.core.errors import ConfigError
+from phloem.core.errors import ConfigError, EngineDead
 from phloem.core.request import FinishReason
 from phloem.engine.api import TextChunk, TextRequest
 from phloem.server import create_app, serve
@@ -27,6 +28,9 @@ class SlowEngine(FakeEngine):
             await self.cut.wait()
             yield TextChunk(finish=FinishReason.ABORT)
             return
+        if text == "die":
+            self.alive, self.ended = False, True
+            raise EngineDead("killed by the test")
         async for chunk in super()._play(request, prompt):
             yield chunk
             await asyncio.sleep(0.02)

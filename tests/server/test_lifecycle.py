@@ -145,6 +145,15 @@ def test_an_idle_server_leaves_at_once() -> None:
         assert process.child.communicate()[1] == ""
 
 
+def test_a_server_whose_engine_has_ended_says_so_and_ends() -> None:
+    """Exit code 1 and one line: a supervisor starts it anew; the request gets its error first."""
+    with serving() as (process, url):
+        answer = httpx.post(f"{url}/v1/completions", json=completion("die"))
+        assert answer.status_code == 503
+        assert process.child.wait(10) == 1
+        assert "killed; the server stops" in process.child.communicate()[1]
+
+
 def test_a_taken_port_is_one_clear_line() -> None:
     with serving() as (_, url):
         port = int(url.rpartition(":")[2])

@@ -175,6 +175,11 @@ class BlockFile:
         if _transfer(os.pwritev, self.fd, views, offset) != wanted:
             raise OSError(errno.EIO, "short write", self.path)
 
+    def preallocate(self, size_bytes: int) -> None:
+        """Make sure that writing within `size_bytes` needs no new blocks. Raises OSError."""
+        if os.fstat(self.fd).st_blocks * 512 < size_bytes:  # else not even a journal entry
+            os.posix_fallocate(self.fd, 0, size_bytes)
+
     def mtime_ns(self) -> int:
         """When it was written last."""
         return os.fstat(self.fd).st_mtime_ns

@@ -6,6 +6,7 @@ import queue
 from collections.abc import Sequence
 
 from phloem.core.store import Caps, Status
+from phloem.stores.adapters.segment.blockio import digest_of
 from phloem.stores.adapters.segment.catalog import Catalog
 from phloem.stores.adapters.segment.directory import META_BYTES, SegmentDirectory
 from phloem.stores.adapters.segment.index import Index
@@ -71,9 +72,10 @@ class SegmentBackend:
         ]
 
     def _append(self, items: Sequence[Item]) -> list[Status]:
+        digests = [digest_of(item) for item in items]  # while other threads write
         writer = self._idle.get()
         try:
-            return writer.append(items)
+            return writer.append(items, digests)
         finally:
             self._idle.put(writer)
 

@@ -79,9 +79,8 @@ class SegmentWriter:
         self._completed = 0  # generation of the segment that we filled last
         self._refusal = Status.FULL  # why there is no segment
 
-    def append(self, items: Sequence[Item]) -> list[Status]:
+    def append(self, items: Sequence[Item], digests: Sequence[int]) -> list[Status]:
         """Write the objects, publish those that were written. FULL, BUSY or ERROR for the rest."""
-        digests = [digest_of(item) for item in items]  # beside another thread's write
         with self._lock:
             statuses, dirty = self._append(items, digests)
             for file in dirty if self._sync else ():
@@ -284,7 +283,7 @@ class SegmentWriter:
         segment.tail = BLOCK
         segment.head_due = True
         try:
-            os.posix_fallocate(segment.file.fd, 0, self._directory.geometry.segment_bytes)
+            segment.file.preallocate(self._directory.geometry.segment_bytes)
         except OSError as error:
             self.counters[f"begin_errno_{error.errno}"] += 1
             segment.generation = 0
