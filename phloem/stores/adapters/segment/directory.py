@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from phloem.core.errors import ConfigError
 from phloem.stores.adapters.segment.format import BLOCK
 
-__all__ = ["DirectoryBusy", "Geometry", "SegmentDirectory", "choose_geometry"]
+__all__ = ["DirectoryBusy", "Geometry", "SegmentDirectory", "choose_geometry", "read_geometry"]
 
 FORMAT = 1
 META_BYTES = BLOCK  # the geometry file; lock files are empty
@@ -77,6 +77,23 @@ def choose_geometry(
             f"of {max(segment_bytes, 8 * BLOCK):,} bytes; raise --storage-size"
         )
     return Geometry(segment_bytes=segment_bytes, num_segments=room // segment_bytes)
+
+
+def read_geometry(path: str) -> Geometry | None:
+    """What the directory says of itself. Raises ConfigError for a format of another version."""
+    try:
+        with open(os.path.join(path, _MARKER), encoding="ascii") as file:
+            data = json.load(file)
+        if data["format"] != FORMAT:
+            raise ConfigError(
+                f"storage directory {path} has format {data['format']}, this version "
+                f"reads {FORMAT}: use another directory, or remove it"
+            )
+        return Geometry(
+            segment_bytes=int(data["segment_bytes"]), num_segments=int(data["num_segments"])
+        )
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        return None  # new, or damaged: then the segments are not believed either
 
 
 class SegmentDirectory:
@@ -134,7 +151,7 @@ class SegmentDirectory:
 
     def _join(self, size_bytes: int, segment_bytes: int | None) -> Geometry:
         """Agree with the processes that are here already, or lay the directory out anew."""
-        before = self._read_marker()
+        before = read_geometry(self.path)
         wanted = choose_geometry(size_bytes, segment_bytes, before)
         if wanted != before:
             if not try_flock(self._users_fd):
@@ -150,21 +167,6 @@ class SegmentDirectory:
             self._remove_surplus(wanted.num_segments)
         fcntl.flock(self._users_fd, fcntl.LOCK_SH)
         return wanted
-
-    def _read_marker(self) -> Geometry | None:
-        try:
-            with open(os.path.join(self.path, _MARKER), encoding="ascii") as file:
-                data = json.load(file)
-            if data["format"] != FORMAT:
-                raise ConfigError(
-                    f"storage directory {self.path} has format {data['format']}, this version "
-                    f"reads {FORMAT}: use another directory, or remove it"
-                )
-            return Geometry(
-                segment_bytes=int(data["segment_bytes"]), num_segments=int(data["num_segments"])
-            )
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return None  # new, or damaged: then the segments are not believed either
 
     def _write_marker(self, geometry: Geometry) -> None:
         path = os.path.join(self.path, _MARKER)
@@ -197,6 +199,20 @@ class SegmentDirectory:
         with contextlib.suppress(OSError):  # not ours to write: unlinking may still work
             os.truncate(path, 0)
         os.unlink(path)
+
+    def clear(self) -> int:
+        """Remove all segments; returns how many. Raises ConfigError if another process is here."""
+        if not try_flock(self._users_fd):
+            raise ConfigError(
+                f"storage directory {self.path} is in use by another process; stop it, or clear "
+                "it there (phloem cache clear --url)"
+            )
+        with self.exclusive(wait_s=5.0):
+            indices = self.segments()
+            for index in indices:
+                self.remove(index)
+        fcntl.flock(self._users_fd, fcntl.LOCK_SH)
+        return len(indices)
 
     def close(self) -> None:
         """Let go of the locks."""

@@ -57,6 +57,11 @@ class Index:
     def find(self, key: bytes) -> Location | None:
         return self._places.get(key)
 
+    def places(self) -> list[tuple[bytes, Location]]:
+        """All objects, as they are now."""
+        with self._lock:
+            return list(self._places.items())
+
     def add(self, segment: Segment, entries: tuple[Entry, ...]) -> None:
         """Publish entries of `segment`; of two copies the one in the younger segment counts."""
         with self._lock:
