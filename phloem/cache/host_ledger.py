@@ -60,6 +60,7 @@ class HostLedger:
         "ghosts",
         "policy",
         "reserved",
+        "waits_for_storage",
     )
 
     def __init__(
@@ -73,6 +74,7 @@ class HostLedger:
         self.policy = LruPolicy()  # of the nodes on the host alone
         self.evicted_pages = 0
         self.reserved: dict[bytes, None] = {}  # runs of slots that transfers own
+        self.waits_for_storage = False  # copies are still to be written to storage
 
     @property
     def capacity(self) -> int:
@@ -87,7 +89,8 @@ class HostLedger:
     def allocate(self, num_pages: int) -> bytes | None:
         """Slots for a transfer to write to, evicting if need be; None if there is no room."""
         while self.free_pages < num_pages:
-            if not self.evict(num_pages - self.free_pages):
+            missing = num_pages - self.free_pages
+            if not self.evict(missing) and not self._drop_duplicates(missing):
                 return None
         slots = cast(bytes, self._log.append(commands.host_alloc(num_pages)))
         self.reserved[slots] = None
@@ -193,6 +196,19 @@ class HostLedger:
         self.evicted_pages += count
         return count
 
+    def _drop_duplicates(self, num_pages: int) -> int:
+        """Drop host copies of what the device holds and storage, or nobody, needs; how many."""
+        if not (self.exclusive and self._tree.host_pages):
+            return 0
+        count = 0
+        for node in list(self._tree.nodes.values()):
+            if count >= num_pages:
+                break
+            if node.refs and node.host and (node.stored or not self.waits_for_storage):
+                count += node.num_pages
+                self.drop_duplicate(node)
+        return count
+
     def drop_below(self, node: Node) -> None:
         """Forget what is on the host alone below a node that leaves both tiers."""
         for child in list(node.children.values()):
@@ -218,6 +234,18 @@ class HostLedger:
             left -= step.num_pages
         if left < num_pages:
             self._log.append(commands.stored(node.id, num_pages - left))
+
+    def not_stored(self) -> list[Node]:
+        """Nodes on the host that are not known to be in storage."""
+        return [node for node in self._tree.nodes.values() if node.host and not node.stored]
+
+    def forget_stored(self) -> None:
+        """There is another storage now, or none."""
+        self._log.append(commands.stored(0, 0))
+
+    def drop_duplicate(self, node: Node) -> None:
+        """Give up the host copy of a node that is on the device."""
+        self._log.append(commands.host_evict((node.id, node.num_pages)))
 
     def _path(self, node: Node) -> list[Node]:
         out = []

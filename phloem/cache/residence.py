@@ -11,7 +11,16 @@ from phloem.cache.chain import KEY_BYTES
 from phloem.cache.node import REF_BYTES, Node
 from phloem.cache.tree import RadixTree
 
-__all__ = ["adopt", "attach_host", "covered", "demote", "drop_host", "insert_host", "mark_stored"]
+__all__ = [
+    "adopt",
+    "attach_host",
+    "covered",
+    "demote",
+    "drop_host",
+    "forget_stored",
+    "insert_host",
+    "mark_stored",
+]
 
 
 def covered(tree: RadixTree, node: Node, num_pages: int) -> Iterator[Node]:
@@ -103,3 +112,9 @@ def mark_stored(tree: RadixTree, node: Node, num_pages: int) -> None:
     """The nodes that end with `node` are in storage."""
     for step in list(covered(tree, node, num_pages)):
         step.stored = True
+
+
+def forget_stored(tree: RadixTree) -> None:
+    """There is another storage now, or none."""
+    for node in tree.nodes.values():
+        node.stored = False

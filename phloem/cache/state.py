@@ -178,4 +178,7 @@ class CacheState:
 
     def _stored(self, command: Command) -> None:
         _, node, num_pages = command
+        if not num_pages:
+            residence.forget_stored(self.tree)
+            return
         residence.mark_stored(self.tree, self.tree.nodes[node], num_pages)

@@ -7,7 +7,7 @@ different sets of parts give the same bytes (adapter "abc" is not salt "abc"; "a
 
 from __future__ import annotations
 
-__all__ = ["make_namespace"]
+__all__ = ["make_namespace", "without_generation"]
 
 _ORDER = ("model", "generation", "adapter", "salt")
 
@@ -26,4 +26,21 @@ def make_namespace(
         out.append(tag)
         out += len(data).to_bytes(4, "little")
         out += data
+    return bytes(out)
+
+
+def without_generation(namespace: bytes) -> bytes:
+    """The same namespace in every process: storage keys name the weights themselves.
+
+    Raises ValueError for bytes that `make_namespace` did not make.
+    """
+    out = bytearray()
+    offset = 0
+    while offset < len(namespace):
+        end = offset + 5 + int.from_bytes(namespace[offset + 1 : offset + 5], "little")
+        if namespace[offset] >= len(_ORDER) or end > len(namespace):
+            raise ValueError("not a namespace")
+        if _ORDER[namespace[offset]] != "generation":
+            out += namespace[offset:end]
+        offset = end
     return bytes(out)

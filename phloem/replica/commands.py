@@ -183,5 +183,5 @@ def host_evict(victims: tuple[int, ...]) -> Command:
 
 
 def stored(node: int, num_pages: int) -> Command:
-    """The `num_pages` pages that end with `node` are in storage."""
+    """The `num_pages` pages that end with `node` are in storage; (0, 0): nothing is any more."""
     return (STORED, node, num_pages)

@@ -24,7 +24,7 @@ from phloem.sched.running import RunningSet
 from phloem.sched.state import Phase, RequestState
 
 if TYPE_CHECKING:
-    from phloem.cache import Match, PrefixCache
+    from phloem.cache import Match, PrefixCache, Reservation
     from phloem.tiers import TierController
 
 __all__ = ["Admission", "Headroom"]
@@ -39,7 +39,7 @@ class Verdict(enum.Enum):
     """What became of one try."""
 
     ADMITTED = "admitted"
-    WAITS = "waits"  # for a page that another request is computing, or for a copy to the host
+    WAITS = "waits"  # for a page that another request is computing, or for pages between tiers
     NO_ROOM = "no room"  # not enough pages
     NO_BUDGET = "no budget"  # the step has no prefill tokens left for it
 
@@ -162,6 +162,8 @@ class Admission:
         seems_too_large = all_pages - request.matched_pages + headroom > room
         if seems_too_large and not barrier:  # by its last known match: cheaper than a new one
             return Verdict.NO_ROOM
+        if self._tiers is not None and not self._tiers.may_start(request.request_id):
+            return Verdict.WAITS
         match = self.find_match(request)
         if self._is_being_computed(request, match):
             return Verdict.WAITS
@@ -186,11 +188,19 @@ class Admission:
         self._queue.admit(request, barrier=barrier)
         reservation = self._cache.reserve(match, num_new, load_pages=load_pages)
         self._running.start(request, reservation)
-        if self._tiers is not None and reservation.num_loading_pages:
-            request.load_id = self._tiers.start_load(
-                reservation, after_step=self._counters.steps - 1
-            )
+        if self._tiers is not None:
+            self._start_load(self._tiers, request, reservation)
         self._count(request)
+
+    def _start_load(
+        self, tiers: TierController, request: RequestState, reservation: Reservation
+    ) -> None:
+        first, count = tiers.leaves_queue(request.request_id)
+        if reservation.num_loading_pages:
+            request.load_id = tiers.start_load(reservation, after_step=self._counters.steps - 1)
+            end = reservation.num_cached_pages + reservation.num_loading_pages
+            start = max(first, reservation.num_cached_pages)
+            request.storage_pages = max(0, min(first + count, end) - start)
 
     def _headroom_pages(self, request: RequestState) -> int:
         if not len(self._running):

@@ -125,6 +125,8 @@ class Scheduler:
         state.queued_at_tokens = self._counters.planned_tokens
         if self._policy.uses_cache:
             self._admission.find_match(state)
+        if self.tiers is not None:
+            self.tiers.queued(state.request_id, self._admission.find_match(state))
         self._requests[request.request_id] = state
         self._queue.add(state, self._view())
 
@@ -226,8 +228,10 @@ class Scheduler:
         loaded = request.load_pages * self._page_size
         if request.counts_load:
             assert request.cached is not None, f"{request.request_id} was never admitted"
-            request.cached = replace(request.cached, host=loaded)
-            self._counters.host_tokens += loaded
+            stored = request.storage_pages * self._page_size
+            request.cached = replace(request.cached, host=loaded - stored, storage=stored)
+            self._counters.host_tokens += loaded - stored
+            self._counters.storage_tokens += stored
         request.counts_load = False
         request.load_id = None
         request.num_computed += loaded
@@ -384,6 +388,8 @@ class Scheduler:
         del self._requests[request.request_id]
         if request.phase is Phase.QUEUED:
             self._queue.remove(request)
+            if self.tiers is not None:
+                self.tiers.leaves_queue(request.request_id)
             request.phase = Phase.FINISHED
         else:
             self._running.stop(request, Phase.FINISHED)

@@ -75,6 +75,7 @@ class RequestState:
         "seed",
         "serial",
         "stop_ids",
+        "storage_pages",
         "tokens",
         "was_computed",
     )
@@ -114,6 +115,7 @@ class RequestState:
         self.num_planned = 0
         self.load_id: int | None = None  # a load from the host that fills pages of it
         self.load_pages = 0
+        self.storage_pages = 0  # of these: brought from storage for this request
         self.may_load = True  # False after a load has failed
         self.num_pending = 0  # sampled in a step in flight: futures
         self.prefill_tokens = b""  # prompt, and after a retraction what it had generated

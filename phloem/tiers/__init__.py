@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phloem.tiers.config import PREFETCH_POLICIES, WRITE_POLICIES, TierConfig
-from phloem.tiers.controller import LoadEnd, TierController
+from phloem.tiers.controller import LoadEnd, StorageKeys, TierController
 from phloem.tiers.cost import CostModel
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "WRITE_POLICIES",
     "CostModel",
     "LoadEnd",
+    "StorageKeys",
     "TierConfig",
     "TierController",
 ]

@@ -99,15 +99,20 @@ class HostBackups:
         self._leader.touch(match.node)
         return not self._start_leaving(missing)
 
-    def flush_queue(self) -> list[Node]:
-        """Every device node without a host copy, parents first: for an orderly shutdown."""
-        nodes = [n for n in self._tree.nodes.values() if n.refs and not n.host and not n.detached]
-        return sorted(nodes, key=lambda node: (self._depth(node), node.id))
+    def copy(self, node: Node) -> None:
+        """Copy the path down to `node` as soon as can be, whatever the policy says of when."""
+        self._enqueue(node.id)
 
-    def enqueue_all(self) -> None:
-        """Queue everything that has no copy yet."""
-        for node in self.flush_queue():
-            self._enqueue(node.id)
+    def without_copy(self) -> list[Node]:
+        """Every device node that wants a copy below and has none, parents first."""
+        nodes = [
+            node
+            for node in self._tree.nodes.values()
+            if node.refs and not (node.host or node.stored or node.detached)
+        ]
+        if self._selective:
+            nodes = [node for node in nodes if self._heat.is_hot(node)]
+        return sorted(nodes, key=lambda node: (self._depth(node), node.id))
 
     def _depth(self, node: Node) -> int:
         depth = 0

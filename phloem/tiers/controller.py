@@ -8,6 +8,8 @@ A pass polls first (commits and aborts what has ended), then starts what is queu
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,13 +20,27 @@ from phloem.core.clock import Clock
 from phloem.core.refs import NO_REFS, PageRefs
 from phloem.core.stats import TierStats, TransferStats
 from phloem.core.transfer import TransferKind, TransferResult, Transfers
+from phloem.kv.keys import KeyFacts
 from phloem.tiers.backups import HostBackups
 from phloem.tiers.config import TierConfig
 from phloem.tiers.cost import CostModel
 from phloem.tiers.flights import Flights
 from phloem.tiers.heat import Heat
+from phloem.tiers.keys import Links
+from phloem.tiers.prefetch import Prefetches
+from phloem.tiers.writes import StorageWrites
 
-__all__ = ["LoadEnd", "TierController"]
+__all__ = ["LoadEnd", "StorageKeys", "TierController"]
+
+FLUSH_WAIT_S = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageKeys:
+    """What goes into storage keys, and whether there is a storage at this moment."""
+
+    facts: KeyFacts
+    attached: Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +60,7 @@ class TierController:
         transfers: Transfers,
         clock: Clock,
         config: TierConfig,
+        storage: StorageKeys | None = None,
     ) -> None:
         self.config = config
         self.cost = CostModel(page_bytes=config.page_bytes, page_size=cache.page_size)
@@ -56,6 +73,11 @@ class TierController:
         self._ended: list[LoadEnd] = []
         self._destinations: list[PageRefs] = []  # of loads since the last plan
         self._load_failures = 0
+        self._writes: StorageWrites | None = None
+        self._prefetches: Prefetches | None = None
+        self._storage = storage
+        if storage is not None:
+            self.use_facts(storage.facts)
 
     # For the scheduler.
 
@@ -65,7 +87,22 @@ class TierController:
             return 0
         reached = (match.num_pages + match.host_pages) * self._page_size
         choice = self.cost.choose_load(match.host_pages, num_tokens - reached)
+        self.cost.count(choice, match.host_pages)
         return choice.pages
+
+    def queued(self, request_id: str, match: Match) -> None:
+        """A request waits: what storage has of it is brought to the host meanwhile."""
+        if self._prefetches is not None:
+            known = match.num_pages + match.host_pages
+            self._prefetches.begin(request_id, match.namespace, match.tokens, known)
+
+    def may_start(self, request_id: str) -> bool:
+        """False: its pages are on their way from storage, and worth the wait."""
+        return self._prefetches is None or self._prefetches.may_start(request_id)
+
+    def leaves_queue(self, request_id: str) -> tuple[int, int]:
+        """The request starts, or has gone; returns (first, count) of its pages from storage."""
+        return (0, 0) if self._prefetches is None else self._prefetches.end(request_id)
 
     def make_room(self, num_pages: int, match: Match) -> bool:
         """See `HostBackups.make_room`."""
@@ -117,12 +154,17 @@ class TierController:
     @property
     def busy(self) -> bool:
         """Transfers are in flight or wait to start."""
-        return len(self._flights) > 0 or self._backups.num_queued > 0
+        queued = self._backups.num_queued
+        if self._writes is not None:
+            queued += self._writes.num_queued
+        return len(self._flights) > 0 or queued > 0
 
     def poll(self) -> list[LoadEnd]:
         """Take in what has ended, start what can start; returns the loads that have ended."""
         self._flights.poll()
         self._backups.pump()
+        if self._writes is not None:
+            self._writes.pump()
         ended, self._ended = self._ended, []
         return ended
 
@@ -159,10 +201,62 @@ class TierController:
             ),
             queued_backups=self._backups.num_queued,
             held_host_pages=flights.num_held_slots,
-            dropped_pages_total=tuple(sorted(self._backups.dropped.items())),
+            dropped_pages_total=tuple(sorted(self._dropped().items())),
             load_choices_total=tuple(self.cost.chosen.items()),
             load_failures_total=self._load_failures,
         )
 
-    def _on_backed_up(self, node: Node, num_pages: int) -> None:
-        """Pages have arrived on the host."""
+    def _dropped(self) -> Counter[str]:
+        return self._backups.dropped + (Counter() if self._writes is None else self._writes.dropped)
+
+    def use_facts(self, facts: KeyFacts) -> None:
+        """From now on pages are stored and sought under the keys of these facts."""
+        assert self._storage is not None, "there is no storage tier"
+        links = Links(facts, self._page_size)
+        self._cache.leader.host.waits_for_storage = self._storage.attached()
+        self._writes = StorageWrites(
+            self._cache,
+            self._flights,
+            links,
+            copy_first=self._backups.copy,
+            deadline_s=lambda: self._clock.now_s() + self.config.storage_deadline_s,
+        )
+        self._prefetches = Prefetches(
+            self._cache,
+            self._flights,
+            links,
+            self.config,
+            clock=self._clock,
+            cost=self.cost,
+            attached=self._storage.attached,
+        )
+
+    def storage_changed(self) -> None:
+        """A store was attached or detached: nothing is known to be in it."""
+        if self._writes is not None and self._storage is not None:
+            self._writes.forget()
+            self._cache.leader.host.waits_for_storage = self._storage.attached()
+
+    def flush(self, timeout_s: float) -> int:
+        """Write down what the policy says, ancestors first; for an orderly shutdown.
+
+        Returns the pages that were still to be written when the time was up.
+        """
+        deadline_s = self._clock.now_s() + timeout_s
+        todo = self._backups.without_copy()
+        if self._writes is not None and self._storage is not None and self._storage.attached():
+            for node in self._cache.leader.host.not_stored():
+                self._writes.wants(node)
+        while (todo or self.busy) and self._clock.now_s() < deadline_s:
+            stored = self._writes is None or not self._writes.num_queued
+            if todo and stored and not self._backups.num_queued:
+                self._backups.copy(todo.pop(0))
+            self.poll()
+            if self.busy:
+                self._flights.wait(FLUSH_WAIT_S)
+        return sum(node.num_pages for node in todo) + self._flights.num_pages_in_flight
+
+    def _on_backed_up(self, node: Node, num_pages: int) -> None:  # noqa: ARG002
+        """Pages have arrived on the host: write them on to storage."""
+        if self._writes is not None and self._storage is not None and self._storage.attached():
+            self._writes.wants(node)

@@ -39,6 +39,10 @@ class Flights:
         return len(self._flying)
 
     @property
+    def num_pages_in_flight(self) -> int:
+        return sum(transfer.num_pages for transfer, _ in self._flying.values())
+
+    @property
     def num_held_slots(self) -> int:
         return sum(len(slots) // 8 for slots in self._held.values())
 

@@ -11,10 +11,13 @@ from phloem.core.namespace import make_namespace
 from phloem.core.plan import RowResult, StepPlan, StepResult
 from phloem.core.request import FinishReason, GenerateRequest, OutputChunk, SamplingParams
 from phloem.core.tokens import tokens_to_bytes
+from phloem.kv.keys import KeyFacts
+from phloem.kv.layout import PageLayout
+from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
 from phloem.loop import EngineLoop
 from phloem.sched import Scheduler, SchedulerConfig
-from phloem.sim import FakeWorker, NextToken, SimTransfers, cold, hash_model
-from phloem.tiers import TierConfig, TierController
+from phloem.sim import FakeWorker, NextToken, SimStorage, SimTransfers, cold, hash_model
+from phloem.tiers import StorageKeys, TierConfig, TierController
 from phloem.tiers.config import is_exclusive
 
 VOCAB = 997
@@ -23,6 +26,23 @@ NAMESPACE = make_namespace(model="fake")
 
 def prompt_of(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def key_facts(page_size: int, seed_of_weights: int) -> KeyFacts:
+    spec = KVSpec(
+        kind=AttentionKind.GQA,
+        dtype=KVDtype.FP32,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=1,
+        page_size=page_size,
+    )
+    return KeyFacts(
+        weights=b"%d" % seed_of_weights,
+        weight_quantisation="none",
+        model={},
+        layout=PageLayout(spec, 1, 1),
+    )
 
 
 class Rig:
@@ -40,6 +60,8 @@ class Rig:
         host_pages: int = 0,
         tiers: TierConfig | None = None,
         transfers: dict | None = None,
+        storage: SimStorage | None = None,
+        seed_of_weights: int = 0,
         **config,
     ) -> None:
         self.page_size = page_size
@@ -67,10 +89,18 @@ class Rig:
                 self.clock,
                 num_host_pages=host_pages,
                 memory=self.worker.memory,
+                storage=storage,
                 **(transfers or {}),
             )
             config_of_tiers = TierConfig() if tiers is None else tiers
-            self.tiers = TierController(self.cache, self.transfers, self.clock, config_of_tiers)
+            keys = None
+            if storage is not None:
+                keys = StorageKeys(
+                    facts=key_facts(page_size, seed_of_weights), attached=lambda: True
+                )
+            self.tiers = TierController(
+                self.cache, self.transfers, self.clock, config_of_tiers, keys
+            )
         self.scheduler = Scheduler(self.config, self.cache, self.tiers)
         self.loop = EngineLoop(self.scheduler, self.worker, self.clock, self._take)
         self.requests: dict[str, GenerateRequest] = {}

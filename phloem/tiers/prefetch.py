@@ -1,0 +1,221 @@
+"""Storage to host, while a request is queued: probe, then read what is there, run by run.
+
+    queued --probe--> PROBING --read--> READING --(all, a gap, a failure)--> DONE
+                         `-- nothing there --------------------------------->-'
+
+Host pages are taken only for pages that storage has said it has. What has arrived joins the tree at
+once; how long the request waits for the rest is the policy's business:
+
+    best_effort     not at all          wait_complete   until everything is there
+    timeout         a fixed time        auto            while reading is sooner than computing
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from phloem.cache import PrefixCache
+from phloem.cache.node import REF_BYTES
+from phloem.core.clock import Clock
+from phloem.core.tokens import TOKEN_BYTES
+from phloem.core.transfer import TransferKind, TransferResult
+from phloem.tiers.config import TierConfig
+from phloem.tiers.cost import CostModel
+from phloem.tiers.flights import Flights
+from phloem.tiers.keys import Links
+
+__all__ = ["Prefetches"]
+
+MIN_PAGES = 2  # fewer are computed sooner than asked for
+RUN_PAGES = 64  # of one transfer: what has arrived is of use before the rest has
+HOST_SHARE = 2  # at most half of the host is written to by prefetches at the same time
+FRESH_S = 1.0  # what a probe found missing is not asked for again by the same request
+
+
+class _Phase(enum.Enum):
+    PROBING = "probing"
+    READING = "reading"
+    DONE = "done"
+
+
+@dataclass(slots=True)
+class _Prefetch:
+    namespace: bytes
+    tokens: bytes
+    links: list[bytes]
+    first_page: int  # the pages before it are on device or host, or were when it began
+    queued_s: float
+    phase: _Phase = _Phase.PROBING
+    num_found: int = 0  # pages that storage has, from first_page on
+    num_arrived: int = 0
+    transfer_id: int = -1
+    stopped: bool = False
+
+
+class Prefetches:
+    """Decides and follows PROBE and PREFETCH transfers, one request at a time each."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        flights: Flights,
+        links: Links,
+        config: TierConfig,
+        *,
+        clock: Clock,
+        cost: CostModel,
+        attached: Callable[[], bool],
+    ) -> None:
+        self._cache = cache
+        self._leader = cache.leader
+        self._page_bytes = cache.page_size * TOKEN_BYTES
+        self._flights = flights
+        self._links = links
+        self._config = config
+        self._clock = clock
+        self._cost = cost
+        self._attached = attached
+        self._by_request: dict[str, _Prefetch] = {}
+        self._pages_in_flight = 0
+        self.num_late_pages = 0  # arrived after their request had gone on without them
+        self.num_no_room = 0
+
+    def begin(self, request_id: str, namespace: bytes, tokens: bytes, known_pages: int) -> None:
+        """A request is queued whose first `known_pages` pages are on device or host."""
+        last = (len(tokens) // TOKEN_BYTES - 1) // self._cache.page_size
+        if last - known_pages < MIN_PAGES or not self._attached():
+            return
+        links = self._links.of(namespace, tokens[: last * self._page_bytes])
+        prefetch = _Prefetch(namespace, tokens, links, known_pages, self._clock.now_s())
+        self._by_request[request_id] = prefetch
+        prefetch.transfer_id = self._flights.submit(
+            TransferKind.PROBE,
+            lambda result: self._probed(prefetch, result),
+            links=tuple(links[known_pages:]),
+            deadline_s=self._deadline_s(),
+        )
+
+    def may_start(self, request_id: str) -> bool:
+        """Whether the request should go on with what there is."""
+        prefetch = self._by_request.get(request_id)
+        if prefetch is None or prefetch.phase is _Phase.DONE:
+            return True
+        policy = self._config.prefetch_policy
+        if policy == "best_effort":
+            return True
+        if policy == "wait_complete":
+            return False
+        waited = self._clock.now_s() - prefetch.queued_s
+        if waited >= self._config.prefetch_timeout_s:
+            return True
+        return policy == "auto" and not self._is_worth_waiting(prefetch, waited)
+
+    def end(self, request_id: str) -> tuple[int, int]:
+        """The request starts, or has gone: read no more for it.
+
+        Returns the pages that have arrived for it: the first one, and how many.
+        """
+        prefetch = self._by_request.pop(request_id, None)
+        if prefetch is None:
+            return 0, 0
+        prefetch.stopped = True
+        if prefetch.phase is not _Phase.DONE:
+            self._flights.cancel(prefetch.transfer_id)
+        return prefetch.first_page, prefetch.num_arrived
+
+    def _deadline_s(self) -> float:
+        return self._clock.now_s() + self._config.storage_deadline_s
+
+    def _is_worth_waiting(self, prefetch: _Prefetch, waited_s: float) -> bool:
+        """Would what is still missing take longer to compute than to read, the wait included?"""
+        if prefetch.phase is _Phase.PROBING:
+            count = len(prefetch.links) - prefetch.first_page
+            return waited_s < self._cost.prefill.seconds(count * self._cache.page_size)
+        count = prefetch.num_found - prefetch.num_arrived
+        read_s = self._cost.transfers[TransferKind.PREFETCH].seconds(count)
+        compute_s = self._cost.prefill.seconds(count * self._cache.page_size)
+        # A slow or dead backend makes the wait grow and the measured speed stay: both count.
+        return max(read_s, waited_s) < compute_s
+
+    def _probed(self, prefetch: _Prefetch, result: TransferResult) -> None:
+        gaps = np.flatnonzero(~result.done)
+        prefetch.num_found = int(gaps[0]) if len(gaps) else len(result.done)
+        if prefetch.num_found < MIN_PAGES:
+            prefetch.num_found = 0
+        prefetch.phase = _Phase.READING
+        self._read_on(prefetch)
+
+    def _read_on(self, prefetch: _Prefetch) -> None:
+        left = prefetch.num_found - prefetch.num_arrived
+        host = self._leader.host
+        room = host.capacity // HOST_SHARE - self._pages_in_flight
+        count = min(left, RUN_PAGES, room)
+        if prefetch.stopped or count <= 0 or not self._pays(left):
+            prefetch.phase = _Phase.DONE
+            return
+        slots = host.allocate(count)
+        if slots is None:
+            self.num_no_room += 1
+            prefetch.phase = _Phase.DONE
+            return
+        start = prefetch.first_page + prefetch.num_arrived
+        self._pages_in_flight += count
+        prefetch.transfer_id = self._flights.submit(
+            TransferKind.PREFETCH,
+            lambda result: self._arrived(prefetch, start, slots, result),
+            host=slots,
+            links=tuple(prefetch.links[start : start + count]),
+            deadline_s=self._deadline_s(),
+        )
+
+    def _pays(self, num_pages: int) -> bool:
+        """Reading is expected to be sooner than computing, when anything is known of reading."""
+        line = self._cost.transfers[TransferKind.PREFETCH]
+        compute_s = self._cost.prefill.seconds(num_pages * self._cache.page_size)
+        return not line.measured or line.seconds(num_pages) < compute_s
+
+    def _arrived(
+        self, prefetch: _Prefetch, start: int, slots: bytes, result: TransferResult
+    ) -> None:
+        gaps = np.flatnonzero(~result.done)
+        count = int(gaps[0]) if len(gaps) else len(result.done)
+        self._pages_in_flight -= len(result.done)
+        good, rest = self._leader.host.cut(slots, count)
+        if rest:
+            self._leader.host.free(rest)
+        if good and not self._insert(prefetch, start, good):
+            prefetch.phase = _Phase.DONE
+            return
+        if prefetch.stopped:
+            self.num_late_pages += count
+        prefetch.num_arrived += count
+        if rest:
+            prefetch.phase = _Phase.DONE  # a gap, or cut short
+        else:
+            self._read_on(prefetch)
+
+    def _insert(self, prefetch: _Prefetch, start: int, slots: bytes) -> bool:
+        """Put pages that have arrived below the page before them, if that is still there."""
+        leader, tree, size = self._leader, self._leader.tree, self._page_bytes
+        end = start + len(slots) // REF_BYTES
+        node, pages, matched = tree.find(prefetch.namespace, prefetch.tokens, end * size)
+        known = matched // size
+        if known < start or not self._cache.enabled:
+            leader.host.free(slots)
+            return False
+        if known > start:  # somebody has computed, or read, some of them meanwhile
+            doubles, slots = leader.host.cut(slots, known - start)
+            leader.host.free(doubles)
+        if not slots:
+            return True
+        if node is not tree.root and pages < node.num_pages:
+            node = leader.split(node, pages)
+            leader.touch(node)
+        tokens = prefetch.tokens[known * size : end * size]
+        leaf = leader.host.insert(node, prefetch.namespace, tokens, slots)
+        leader.host.mark_stored(leaf, leaf.num_pages)
+        return True
