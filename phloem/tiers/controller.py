@@ -76,8 +76,9 @@ class TierController:
         self._writes: StorageWrites | None = None
         self._prefetches: Prefetches | None = None
         self._storage = storage
+        self._has_storage = False
         if storage is not None:
-            self.use_facts(storage.facts)
+            self.change_identity(storage.facts)
 
     # For the scheduler.
 
@@ -161,6 +162,7 @@ class TierController:
 
     def poll(self) -> list[LoadEnd]:
         """Take in what has ended, start what can start; returns the loads that have ended."""
+        self._look_at_storage()
         self._flights.poll()
         self._backups.pump()
         if self._writes is not None:
@@ -209,11 +211,16 @@ class TierController:
     def _dropped(self) -> Counter[str]:
         return self._backups.dropped + (Counter() if self._writes is None else self._writes.dropped)
 
-    def use_facts(self, facts: KeyFacts) -> None:
-        """From now on pages are stored and sought under the keys of these facts."""
-        assert self._storage is not None, "there is no storage tier"
+    def change_identity(self, facts: KeyFacts) -> None:
+        """From now on pages are stored and sought under the keys of these facts.
+
+        The cache must have been flushed. Pages on their way from storage are thrown away.
+        """
+        if self._storage is None:
+            return
+        if self._prefetches is not None:
+            self._prefetches.abandon()
         links = Links(facts, self._page_size)
-        self._cache.leader.host.waits_for_storage = self._storage.attached()
         self._writes = StorageWrites(
             self._cache,
             self._flights,
@@ -231,21 +238,29 @@ class TierController:
             attached=self._storage.attached,
         )
 
-    def storage_changed(self) -> None:
-        """A store was attached or detached: nothing is known to be in it."""
-        if self._writes is not None and self._storage is not None:
-            self._writes.forget()
-            self._cache.leader.host.waits_for_storage = self._storage.attached()
+    def _look_at_storage(self) -> None:
+        """A store may have been attached or detached: then nothing is known to be in it."""
+        attached = self._storage is not None and self._storage.attached()
+        if attached == self._has_storage or self._writes is None:
+            return
+        self._has_storage = attached
+        self._cache.leader.host.waits_for_storage = attached
+        self._writes.forget()
+        for node in self._cache.leader.host.not_stored() if attached else ():
+            self._writes.wants(node)
 
     def flush(self, timeout_s: float) -> int:
         """Write down what the policy says, ancestors first; for an orderly shutdown.
 
         Returns the pages that were still to be written when the time was up.
         """
+        self._look_at_storage()
+        if not self._has_storage:
+            return 0
         deadline_s = self._clock.now_s() + timeout_s
         todo = self._backups.without_copy()
-        if self._writes is not None and self._storage is not None and self._storage.attached():
-            for node in self._cache.leader.host.not_stored():
+        for node in self._cache.leader.host.not_stored():
+            if self._writes is not None:
                 self._writes.wants(node)
         while (todo or self.busy) and self._clock.now_s() < deadline_s:
             stored = self._writes is None or not self._writes.num_queued
@@ -258,5 +273,5 @@ class TierController:
 
     def _on_backed_up(self, node: Node, num_pages: int) -> None:  # noqa: ARG002
         """Pages have arrived on the host: write them on to storage."""
-        if self._writes is not None and self._storage is not None and self._storage.attached():
+        if self._writes is not None and self._has_storage:
             self._writes.wants(node)

@@ -81,6 +81,7 @@ class Prefetches:
         self._attached = attached
         self._by_request: dict[str, _Prefetch] = {}
         self._pages_in_flight = 0
+        self._abandoned = False
         self.num_late_pages = 0  # arrived after their request had gone on without them
         self.num_no_room = 0
 
@@ -126,6 +127,12 @@ class Prefetches:
         if prefetch.phase is not _Phase.DONE:
             self._flights.cancel(prefetch.transfer_id)
         return prefetch.first_page, prefetch.num_arrived
+
+    def abandon(self) -> None:
+        """The weights have changed: what is still to arrive must not be found by anybody."""
+        self._abandoned = True
+        for request_id in list(self._by_request):
+            self.end(request_id)
 
     def _deadline_s(self) -> float:
         return self._clock.now_s() + self._config.storage_deadline_s
@@ -204,7 +211,7 @@ class Prefetches:
         end = start + len(slots) // REF_BYTES
         node, pages, matched = tree.find(prefetch.namespace, prefetch.tokens, end * size)
         known = matched // size
-        if known < start or not self._cache.enabled:
+        if known < start or self._abandoned or not self._cache.enabled:
             leader.host.free(slots)
             return False
         if known > start:  # somebody has computed, or read, some of them meanwhile
