@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from phloem.core.request import CachedTokens, FinishReason, SamplingParams
 from phloem.core.stats import EngineStats
+from phloem.engine.commands import Command
 
 __all__ = [
     "EngineClient",
@@ -147,6 +148,10 @@ class EngineClient(Protocol):
 
     async def flush_cache(self) -> int:
         """Forget every page that no running request holds; returns how many pages stay locked."""
+        ...
+
+    async def operate(self, command: Command) -> dict[str, Any]:
+        """Carry out an operator's command. Raises BadRequest with the reason if it is refused."""
         ...
 
     def health(self) -> Health:

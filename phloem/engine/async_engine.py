@@ -26,12 +26,14 @@ from phloem.engine.api import Health, ModelCard, TextChunk, TextRequest
 from phloem.engine.assembly import TextAssembly
 from phloem.engine.channel import Channel
 from phloem.engine.checks import check_request
+from phloem.engine.commands import Command, CommandReply
 from phloem.engine.core import OnLoad
 from phloem.engine.facts import EngineFacts
 from phloem.engine.health import DEFAULT_HANG_S, judge_health
 from phloem.engine.mailbox import Mailbox
 from phloem.engine.models import load_tokenizer, resolve_model
 from phloem.engine.process import DEFAULT_BUILDER, EXIT_GRACE_S, EngineProcess
+from phloem.engine.tier_parts import SHUTDOWN_FLUSH_S
 from phloem.engine.tokenizer import ModelTokenizer
 
 __all__ = ["AsyncEngine"]
@@ -70,7 +72,9 @@ class AsyncEngine:
         self._tokenizer = tokenizer
         self._limit = config.scheduler.max_running + config.scheduler.max_queued
         self.hang_s = DEFAULT_HANG_S
-        self.exit_grace_s = EXIT_GRACE_S  # from `close` to a kill; a step in flight may end
+        # From `close` to a kill: a step in flight may end, pages may be written to storage.
+        has_tiers = config.tiers.host_memory_bytes != 0
+        self.exit_grace_s = EXIT_GRACE_S + has_tiers * SHUTDOWN_FLUSH_S
         self._loop: asyncio.AbstractEventLoop | None = None
         self._attaching = asyncio.Lock()
         self._channel: Channel | None = None
@@ -212,6 +216,8 @@ class AsyncEngine:
                 self._answer(message.call, message.stats)
             case msg.Flushed():
                 self._answer(message.call, message.locked_pages)
+            case msg.Operated():
+                self._answer(message.call, message.reply)
             case msg.Failed():
                 self._process.note_failure(message.message)
 
@@ -298,6 +304,18 @@ class AsyncEngine:
         """Forget every page that no running request holds; returns how many stay locked."""
         locked: int = await self._call(await self._attach(), msg.Flush)
         return locked
+
+    async def operate(self, command: Command) -> dict[str, Any]:
+        """Carry out an operator's command. Raises BadRequest with the engine's reason."""
+        channel = await self._attach()
+        call = next(self._serial)
+        future: asyncio.Future[CommandReply] = asyncio.get_running_loop().create_future()
+        self._calls[call] = future
+        channel.send(msg.Operate(call, command))
+        reply = await future
+        if reply.error is not None:
+            raise BadRequest(reply.error, code="command_refused")
+        return reply.result
 
     def health(self) -> Health:
         """At once, from shared memory: no message, no waiting."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,9 +17,12 @@ from phloem.engine.api import ModelCard
 from phloem.engine.build_tiers import host_pages, tier_parts
 from phloem.engine.core import BuildHooks
 from phloem.engine.facts import EngineFacts
+from phloem.engine.identity import key_facts
 from phloem.engine.loop_core import LoopCore, make_loop_core
 from phloem.engine.models import resolve_model
 from phloem.engine.resources import available_memory_bytes, default_kv_bytes, usable_cpus
+from phloem.engine.tier_parts import ModelSlot
+from phloem.kv.keys import KeyFacts
 from phloem.kv.spec import KVDtype
 from phloem.worker import Hooks, LoadedWorker, WorkerOptions, kv_spec, load_worker
 
@@ -41,8 +46,26 @@ def build_core(config: Config, hooks: BuildHooks, eos_ids: tuple[int, ...]) -> L
     facts = _facts(config, options, loaded, name=name, path=str(model.path), start_s=start_s)
     every_eos = tuple(dict.fromkeys((*eos_ids, *loaded.config.eos_ids)))
     return make_loop_core(
-        config, hooks, worker=loaded.worker, facts=facts, eos_ids=every_eos, tiers=tiers
+        config,
+        hooks,
+        worker=loaded.worker,
+        facts=facts,
+        eos_ids=every_eos,
+        tiers=tiers,
+        model=ModelSlot(partial(_load_weights, loaded)),
     )
+
+
+def _load_weights(loaded: LoadedWorker, model: str) -> Callable[[], KeyFacts]:
+    path = resolve_model(model).path
+    swap = loaded.reload(path)
+    facts = key_facts(path, loaded.config, loaded.pool.layout)
+
+    def put_in_place() -> KeyFacts:
+        swap()
+        return facts
+
+    return put_in_place
 
 
 def _dtype(config: Config, path: Path) -> str:

@@ -15,9 +15,10 @@ from phloem.engine.resources import available_memory_bytes
 from phloem.engine.tier_parts import StoragePort, TierParts
 from phloem.kv.spec import KVSpec
 from phloem.stores import StoreOptions, open_store
+from phloem.stores.adapters.segment.inspect import DirectoryView
 from phloem.worker import LoadedWorker
 
-__all__ = ["host_pages", "open_storage", "tier_parts"]
+__all__ = ["clear_directory", "host_pages", "open_storage", "tier_parts"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,15 @@ def open_storage(directory: str, size_bytes: int) -> PageStore:
     return store
 
 
+def clear_directory(directory: str) -> None:
+    """Remove everything in a storage directory. Raises ConfigError while somebody uses it."""
+    view = DirectoryView(str(Path(directory).expanduser()))
+    try:
+        view.clear()
+    finally:
+        view.close()
+
+
 def tier_parts(config: Config, loaded: LoadedWorker, path: Path) -> TierParts | None:
     """None without a host tier. Attaches the store that the settings name."""
     transfers, host = loaded.transfers, loaded.host
@@ -80,4 +90,9 @@ def tier_parts(config: Config, loaded: LoadedWorker, path: Path) -> TierParts | 
             stats=storage.stats,
         ),
         close=transfers.close,
+        open_storage=open_storage,
+        clear_directory=clear_directory,
+        storage_at=None
+        if config.tiers.storage is None
+        else (config.tiers.storage, config.tiers.storage_size_bytes),
     )

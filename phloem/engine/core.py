@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 from phloem.config import Config
 from phloem.core.request import GenerateRequest, OutputChunk
 from phloem.core.stats import EngineStats
+from phloem.engine.commands import Command, Reply
 from phloem.engine.facts import EngineFacts
 
 __all__ = ["BuildHooks", "CoreBuilder", "EngineCore", "OnLoad"]
@@ -41,6 +42,10 @@ class EngineCore(Protocol):
         ...
 
     def stats(self) -> EngineStats: ...
+
+    def command(self, command: Command, reply: Reply) -> None:
+        """Carry it out; `reply` is called once, now or in a later pass."""
+        ...
 
     def close(self) -> None:
         """Give back threads and memory."""

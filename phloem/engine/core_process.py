@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import importlib
 import logging
@@ -26,6 +27,7 @@ from typing import TypeAlias
 from phloem.core.errors import ConfigError, UserError
 from phloem.core.request import GenerateRequest, OutputChunk
 from phloem.engine import messages as msg
+from phloem.engine.commands import CommandReply
 from phloem.engine.core import CoreBuilder, EngineCore
 from phloem.engine.heartbeat import Heartbeat, LoopState
 
@@ -163,6 +165,8 @@ class CoreProcess:
                 self._send(msg.StatsReply(message.call, core.stats()))
             case msg.Flush():
                 self._send(msg.Flushed(message.call, core.flush()))
+            case msg.Operate():
+                core.command(message.command, functools.partial(self._operated, message.call))
             case msg.Shutdown():
                 raise _Stop
             case _:
@@ -177,6 +181,10 @@ class CoreProcess:
                     request.request_id, error.status, error.message, error.param, error.code
                 )
             )
+
+    def _operated(self, call: int, reply: CommandReply) -> None:
+        with contextlib.suppress(ConnectionError):  # nobody waits for it any more
+            self._send(msg.Operated(call, reply))
 
     def _fail(self, message: str, *, config: bool) -> int:
         with contextlib.suppress(ConnectionError):

@@ -36,6 +36,7 @@ from phloem.core.tokens import num_tokens, tokens_to_bytes
 from phloem.engine.api import ModelCard, TextChunk, TextLogprob, TextRequest
 from phloem.engine.assembly import TextAssembly, merge_chunks
 from phloem.engine.checks import check_request
+from phloem.engine.commands import Command, CommandReply
 from phloem.engine.core import CoreBuilder, EngineCore, OnLoad
 from phloem.engine.models import load_tokenizer, resolve_model
 from phloem.engine.tokenizer import ModelTokenizer
@@ -189,6 +190,18 @@ class LLM:
     def flush_cache(self) -> int:
         """Forget the cached pages; returns how many stay locked."""
         return self._live().flush()
+
+    def operate(self, command: Command) -> dict[str, Any]:
+        """Carry out an operator's command, to its end. Raises ConfigError if it is refused."""
+        replies: list[CommandReply] = []
+        with self._lock:
+            core = self._live()
+            core.command(command, replies.append)
+            while not replies:
+                core.step()
+        if replies[0].error is not None:
+            raise ConfigError(replies[0].error)
+        return replies[0].result
 
     def close(self) -> None:
         """Give back memory and threads. Idempotent."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from phloem.cache import HostTier, PrefixCache
 from phloem.config import Config
@@ -12,36 +13,60 @@ from phloem.core.errors import EngineDead
 from phloem.core.protocols import Worker
 from phloem.core.request import GenerateRequest
 from phloem.core.stats import EngineStats
+from phloem.engine.commands import Command, Reply
 from phloem.engine.core import BuildHooks
 from phloem.engine.facts import EngineFacts
-from phloem.engine.tier_parts import TierParts
+from phloem.engine.operator import Operator
+from phloem.engine.tier_parts import ModelSlot, TierParts
 from phloem.loop import EngineLoop
 from phloem.sched import Scheduler, SchedulerConfig
-from phloem.tiers import TierConfig, TierController
+from phloem.tiers import StorageKeys, TierConfig, TierController
 from phloem.tiers.config import is_exclusive
 
 __all__ = ["LoopCore", "make_loop_core"]
 
+logger = logging.getLogger(__name__)
+
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 10.0  # the longest that an orderly shutdown writes to storage
+
 
 @dataclass(frozen=True, slots=True)
 class LoopCore:
-    """An `EngineCore`. Owns the worker."""
+    """An `EngineCore`. Owns the worker and the tiers."""
 
     loop: EngineLoop
     worker: Worker
     facts: EngineFacts
+    operator: Operator
     tiers: TierParts | None = None
+    held: dict[str, GenerateRequest] = field(default_factory=dict)  # until the weights are new
 
     def add(self, request: GenerateRequest) -> None:
-        self.loop.add(request)
+        if self.operator.wants_idle:
+            self.loop.scheduler.check(request)
+            self.held[request.request_id] = request
+        else:
+            self.loop.add(request)
 
     def abort(self, request_id: str) -> None:
-        self.loop.abort(request_id)
+        if self.held.pop(request_id, None) is None:
+            self.loop.abort(request_id)
+
+    def command(self, command: Command, reply: Reply) -> None:
+        self.operator.command(command, reply)
 
     def step(self) -> bool:
         busy = self.loop.step()
         if self.loop.dead is not None:
             raise EngineDead(self.loop.dead)
+        busy |= self.operator.advance(loop_busy=busy)
+        if self.held and not self.operator.wants_idle:
+            for request_id in list(self.held):
+                self.loop.add(self.held.pop(request_id))
+            return True
         return busy
 
     def flush(self) -> int:
@@ -51,6 +76,12 @@ class LoopCore:
         return self.loop.stats()
 
     def close(self) -> None:
+        self.operator.close()
+        tiers = self.loop.scheduler.tiers
+        if tiers is not None and self.loop.dead is None:
+            left = tiers.flush(FLUSH_S)
+            if left:
+                logger.warning("%d pages were not written to storage in time", left)
         self.worker.close()
         if self.tiers is not None:
             self.tiers.close()
@@ -64,6 +95,7 @@ def make_loop_core(
     facts: EngineFacts,
     eos_ids: tuple[int, ...],
     tiers: TierParts | None = None,
+    model: ModelSlot | None = None,
 ) -> LoopCore:
     """Join a worker with the control plane. Takes over the worker and the tiers."""
     clock = MonotonicClock()
@@ -100,11 +132,16 @@ def make_loop_core(
         lambda chunks: hooks.emit(list(chunks)),
         on_wait=hooks.on_wait,
     )
-    return LoopCore(loop, worker, facts, tiers)
+    return LoopCore(loop, worker, facts, Operator(loop, tiers, model), tiers)
 
 
 def _controller(
     config: Config, cache: PrefixCache, tiers: TierParts, clock: Clock
 ) -> TierController:
-    options = TierConfig(write_policy=config.tiers.write_policy, page_bytes=tiers.page_bytes)
-    return TierController(cache, tiers.transfers, clock, options)
+    options = TierConfig(
+        write_policy=config.tiers.write_policy,
+        prefetch_policy=config.tiers.prefetch_policy,
+        page_bytes=tiers.page_bytes,
+    )
+    keys = StorageKeys(facts=tiers.key_facts, attached=tiers.storage.attached)
+    return TierController(cache, tiers.transfers, clock, options, keys)

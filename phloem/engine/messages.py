@@ -13,6 +13,7 @@ import msgspec
 from phloem.config import Config
 from phloem.core.request import GenerateRequest, OutputChunk
 from phloem.core.stats import EngineStats
+from phloem.engine.commands import Command, CommandReply
 from phloem.engine.facts import EngineFacts
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "Flushed",
     "FrameReader",
     "Loading",
+    "Operate",
+    "Operated",
     "Outputs",
     "Ready",
     "Refused",
@@ -68,6 +71,13 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """Answered by `StatsReply` with the same `call`."""
 
     call: int
+
+
+class Operate(msgspec.Struct, tag=True, frozen=True):
+    """Answered by `Operated` with the same `call`."""
+
+    call: int
+    command: Command
 
 
 class Shutdown(msgspec.Struct, tag=True, frozen=True):
@@ -122,8 +132,13 @@ class StatsReply(msgspec.Struct, tag=True, frozen=True):
     stats: EngineStats
 
 
-ToEngine: TypeAlias = Start | Add | Abort | Flush | Stats | Shutdown
-ToFront: TypeAlias = Loading | Ready | Failed | Outputs | Refused | Flushed | StatsReply
+class Operated(msgspec.Struct, tag=True, frozen=True):
+    call: int
+    reply: CommandReply
+
+
+ToEngine: TypeAlias = Start | Add | Abort | Flush | Stats | Operate | Shutdown
+ToFront: TypeAlias = Loading | Ready | Failed | Outputs | Refused | Flushed | StatsReply | Operated
 
 _LENGTH = struct.Struct("<I")
 _ENCODER = msgspec.msgpack.Encoder()

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from phloem.core.store import PageStore, StoreStats
 from phloem.core.transfer import Transfers
 from phloem.kv.keys import KeyFacts
 
-__all__ = ["StoragePort", "TierParts"]
+__all__ = ["SHUTDOWN_FLUSH_S", "ModelSlot", "StorageOpener", "StoragePort", "TierParts"]
+
+# An orderly shutdown waits so long for pages that are not in storage yet.
+SHUTDOWN_FLUSH_S = 20.0
+
+StorageOpener: TypeAlias = Callable[[str, int], PageStore]  # directory, bytes; blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,3 +38,15 @@ class TierParts:
     key_facts: KeyFacts
     storage: StoragePort
     close: Callable[[], None]
+    open_storage: StorageOpener
+    clear_directory: Callable[[str], None]  # that nobody uses now
+    storage_at: tuple[str, int] | None = None  # directory and bytes of what is attached at start
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSlot:
+    """The weights that are served. `load(path)` blocks and returns what puts them in place, to be
+    called by the loop's thread while no step is in flight; that returns who they are. Raises
+    ConfigError."""
+
+    load: Callable[[str], Callable[[], KeyFacts]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from phloem.config.checkpoint import read_model_config
 from phloem.config.model import ModelConfig
 from phloem.core.clock import MonotonicClock
 from phloem.core.errors import ConfigError
-from phloem.kernels import make_ops
+from phloem.kernels import Ops, make_ops
 from phloem.kv.layout import PageLayout, default_head_groups
 from phloem.kv.sizing import num_pages_for, pages_for_tokens
 from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
@@ -68,6 +69,9 @@ class LoadedWorker:
     activation_bytes: int
     host: HostArena | None = None
     transfers: TransferEngine | None = None  # close it after the worker
+    # Blocks while it reads another checkpoint of the same configuration; what it returns puts the
+    # weights in place, and is to be called while no plan is in flight. Raises ConfigError.
+    reload: Callable[[Path], Callable[[], None]]
 
     @property
     def page_bytes(self) -> int:
@@ -115,8 +119,9 @@ def load_worker(
     )
     arena, transfers = _host_tier(options, pool)
     slow = options.ops == "reference"
+    model = Decoder(config, weights, ops=ops, num_positions=max_len)
     runner = Runner(
-        Decoder(config, weights, ops=ops, num_positions=max_len),
+        model,
         pool,
         attention=ReferenceAttention(pool.buffer) if slow else GatherAttention(pool.buffer, ops),
         tables=RowTables(
@@ -139,7 +144,27 @@ def load_worker(
         ),
         host=arena,
         transfers=transfers,
+        reload=partial(_reload, runner, config=config, dtype=dtype, ops=ops, num_positions=max_len),
     )
+
+
+def _reload(
+    runner: Runner, path: Path, *, config: ModelConfig, dtype: KVDtype, ops: Ops, num_positions: int
+) -> Callable[[], None]:
+    found = read_model_config(path)
+    if found != config:
+        raise ConfigError(
+            f"{path} is another model ({found.architecture}, {found.num_layers} layers); weights "
+            "can be updated only by those of the same architecture and configuration"
+        )
+    device = runner.model.device
+    weights = load_weights(path, config, dtype=torch_dtype(dtype), device=device)
+    model = Decoder(config, weights, ops=ops, num_positions=num_positions)
+
+    def swap() -> None:
+        runner.model = model
+
+    return swap
 
 
 def _host_tier(

@@ -68,6 +68,15 @@ class Runner:
         self._cancelled: set[int] = set()  # serials; written by another thread
         self._stopped = False
 
+    @property
+    def model(self) -> Decoder:
+        """The decoder, to be replaced only while no plan is in flight."""
+        return self._model
+
+    @model.setter
+    def model(self, model: Decoder) -> None:
+        self._model = model
+
     def cancel(self, serial: int) -> None:
         """See `Worker.cancel`. From any thread."""
         self._cancelled.add(serial)

@@ -1,0 +1,70 @@
+"""The cache of a running engine as an operator sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from phloem.cache import PrefixCache, check_invariants
+from phloem.cache.node import Node
+from phloem.core.tokens import tokens_from_bytes
+
+__all__ = ["list_cache", "verify_cache"]
+
+HEAD_TOKENS = 32
+
+
+@dataclass(slots=True)
+class _Sum:
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+    locked: int = 0
+    nodes: int = 0
+
+    def add(self, node: Node) -> None:
+        on_device, on_host, stored = node.residence
+        pages = node.num_pages
+        self.nodes += 1
+        self.device += pages * on_device
+        self.host += pages * on_host
+        self.storage += pages * stored
+        self.locked += pages * (node.locks > 0)
+
+
+def list_cache(cache: PrefixCache, limit: int) -> dict[str, Any]:
+    """The largest subtrees below the root: pages by tier, and the tokens that they begin with."""
+    root = cache.leader.tree.root
+    rows = []
+    for child in root.children.values():
+        total = _Sum()
+        stack = [child]
+        while stack:
+            node = stack.pop()
+            total.add(node)
+            stack.extend(node.children.values())
+        rows.append((max(total.device, total.host, total.storage), child, total))
+    rows.sort(key=lambda row: (-row[0], row[1].id))
+    return {"prefixes": [_row(child, total) for _, child, total in rows[:limit]], "of": len(rows)}
+
+
+def _row(child: Node, total: _Sum) -> dict[str, Any]:
+    head = tokens_from_bytes(child.key)[:HEAD_TOKENS]
+    return {
+        "head": head.tolist(),
+        "device_pages": total.device,
+        "host_pages": total.host,
+        "storage_pages": total.storage,
+        "locked_pages": total.locked,
+        "nodes": total.nodes,
+        "hits": child.hits,
+    }
+
+
+def verify_cache(cache: PrefixCache) -> dict[str, Any]:
+    """Every invariant of the tree, the pools and the locks; the first that does not hold."""
+    try:
+        check_invariants(cache)
+    except AssertionError as error:
+        return {"ok": False, "error": str(error)}
+    return {"ok": True}
