@@ -54,9 +54,9 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 }
 
 
-def make_model(family: str) -> transformers.PreTrainedModel:
+def make_model(family: str, seed: int = 7) -> transformers.PreTrainedModel:
     """A seeded random model in fp32; biases and norm weights are random too."""
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     config = FAMILIES[family]()
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -69,9 +69,9 @@ def make_model(family: str) -> transformers.PreTrainedModel:
 
 
 def make_checkpoint(
-    family: str, folder: Path, *, max_shard_size: str = "5GB"
+    family: str, folder: Path, *, max_shard_size: str = "5GB", seed: int = 7
 ) -> transformers.PreTrainedModel:
     """Write the model of `family` to `folder` and return it."""
-    model = make_model(family)
+    model = make_model(family, seed)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model

@@ -28,10 +28,13 @@ from phloem.core.request import (
     OutputChunk,
     SamplingParams,
 )
+from phloem.core.store import PageStore
 from phloem.core.tokens import tokens_to_bytes
+from phloem.engine.build_tiers import open_storage
+from phloem.engine.identity import key_facts
 from phloem.loop import EngineLoop
 from phloem.sched import Scheduler, SchedulerConfig
-from phloem.tiers import TierConfig, TierController
+from phloem.tiers import StorageKeys, TierConfig, TierController
 from phloem.tiers.config import is_exclusive
 from phloem.worker import Hooks, LoadedWorker, WorkerOptions, load_worker
 
@@ -39,6 +42,7 @@ __all__ = ["Answer", "Cold", "Rig"]
 
 RELATIVE = 1e-4  # of the largest logit at the position, or of the largest element of the page
 MAX_LEN = 512
+STORE_BYTES = 32 << 20
 NAMESPACE = make_namespace(model="tiny")
 
 
@@ -117,6 +121,7 @@ class Rig:
         max_running: int = 8,
         host_pages: int = 0,
         tiers: TierConfig | None = None,
+        store: Path | PageStore | None = None,
     ) -> None:
         self.page_size = page_size
         self.logits: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
@@ -139,6 +144,8 @@ class Rig:
             overlap=overlap,
         )
         self.clock = MonotonicClock()  # deadlines of storage are real; nothing else looks at it
+        self._model_path = path
+        self._store = open_storage(str(store), STORE_BYTES) if isinstance(store, Path) else store
         self.scheduler = Scheduler(config, self.cache, self._controller(tiers))
         self.loop = EngineLoop(self.scheduler, self.recorder, self.clock, self._emit)
         self.answers: dict[str, Answer] = {}
@@ -150,13 +157,21 @@ class Rig:
         self.loop.run_until_idle()
         self.recorder.close()
         if self.loaded.transfers is not None:
+            if self._store is not None:
+                assert self.scheduler.tiers.flush(60.0) == 0
             self.loaded.transfers.close()
 
     def _controller(self, config: TierConfig | None) -> TierController | None:
         if self.loaded.transfers is None:
             return None
         config = config or TierConfig(page_bytes=self.loaded.page_bytes)
-        return TierController(self.cache, self.loaded.transfers, self.clock, config)
+        if self._store is None:
+            return TierController(self.cache, self.loaded.transfers, self.clock, config)
+        storage = self.loaded.transfers.storage
+        storage.attach(self._store)
+        facts = key_facts(self._model_path, self.loaded.config, self.loaded.host.layout)
+        keys = StorageKeys(facts=facts, attached=lambda: storage.attached)
+        return TierController(self.cache, self.loaded.transfers, self.clock, config, keys)
 
     def add(self, prompt: list[int], max_tokens: int, *, salt: str | None = None) -> str:
         """Queue a greedy request; returns its id."""

@@ -1,4 +1,4 @@
-"""Journeys through host memory give what no cache gives: tokens, logits, page bytes."""
+"""Journeys through host and storage give what no cache gives: tokens, logits, page bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from phloem.core.clock import MonotonicClock
+from phloem.core.store import Verb
+from phloem.stores import GuardPolicy, guarded
+from phloem.stores.adapters.memory import MemoryBackend
+from phloem.stores.faulty import Fault, FaultyBackend
 from phloem.tiers import TierConfig
+from tests.models.checkpoints import make_checkpoint
 from tests.parity.rig import Cold, Rig, check_all
 from tests.parity.test_journeys import words
 
@@ -84,3 +90,105 @@ def test_loads_beside_chunked_prefill_and_decodes(tiny: Path, cold: Cold, chunk_
             ]
         assert sum(a.sources.host for a in rig.answers.values()) > 0
         check_all(rig, cold)
+
+
+def storage_tokens(rig: Rig) -> int:
+    return sum(a.sources.storage for a in rig.answers.values())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_chat_goes_on_after_a_restart(
+    tiny: Path, cold: Cold, tmp_path: Path, page_size: int, policy: str
+) -> None:
+    """Twelve turns over three engines on one directory; the first turn of each comes from it."""
+    shape = {"num_pages": 240 // page_size, "host_pages": 480 // page_size}
+    history: list[int] = words(40, 30)
+    for engine in range(3):
+        with Rig(
+            tiny,
+            page_size=page_size,
+            **shape,
+            store=tmp_path,
+            tiers=TierConfig(write_policy=policy, prefetch_policy="wait_complete"),
+        ) as rig:
+            for turn in range(4):
+                answer = rig.ask(history, 3)
+                if turn == 0 and engine:
+                    # Two pages fewer than all: the open page, and the last sampled token.
+                    floor = 0 if policy == "write_through_selective" else len(history) - 8
+                    assert answer.sources.storage >= floor - 2 * page_size
+                history = history + answer.tokens + words(300 + 10 * engine + turn, 4)
+            check_all(rig, cold)
+
+
+def test_o24_after_an_orderly_shutdown_the_whole_prefix_is_there(
+    tiny: Path, cold: Cold, tmp_path: Path
+) -> None:
+    """write_back: twenty prompts share a head that is never evicted while the leaves are."""
+    head = words(90, 16)
+    prompts = [head + words(91 + i, 9) for i in range(20)]
+    config = TierConfig(write_policy="write_back", prefetch_policy="wait_complete")
+    shape = {"page_size": 4, "num_pages": 40, "host_pages": 160, "tiers": config}
+    with Rig(tiny, **shape, store=tmp_path) as rig:
+        for prompt in prompts:
+            rig.ask(prompt, 2)
+    with Rig(tiny, **shape, store=tmp_path) as rig:
+        cached = [rig.ask(prompt, 2).cached for prompt in prompts]
+        assert sum(cached) >= 0.95 * 24 * len(prompts)  # six full pages each
+        assert storage_tokens(rig) > 0
+        check_all(rig, cold)
+
+
+def test_o14_another_checkpoint_in_the_same_directory_reads_nothing_of_it(
+    tiny: Path, cold: Cold, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    make_checkpoint("llama", other, seed=1)
+    store = tmp_path / "store"
+    config = TierConfig(prefetch_policy="wait_complete")
+    shape = {"num_pages": 60, "host_pages": 120, "tiers": config, "store": store}
+    prompt = words(95, 41)
+    with Rig(tiny, page_size=4, **shape) as rig:
+        rig.ask(prompt, 3)
+    for path, page_size in ((other, 4), (tiny, 8)):
+        with Rig(path, page_size=page_size, **shape) as rig:
+            assert rig.ask(prompt, 3).cached == 0
+            check_all(rig, Cold(path))
+    with Rig(tiny, page_size=4, **shape) as rig:
+        assert rig.ask(prompt, 3).sources.storage == 40
+        check_all(rig, cold)
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault.CORRUPT, Fault.HALF, Fault.DROP, Fault.ERROR], ids=lambda f: f.value
+)
+def test_o22_o23_what_storage_spoils_is_computed_again(
+    tiny: Path, cold: Cold, fault: Fault
+) -> None:
+    """Said to be there by the probe, then lost or damaged on the way: recomputed, equal to cold."""
+    memory = MemoryBackend(8 << 20)
+    config = TierConfig(prefetch_policy="wait_complete")
+    shape = {"page_size": 4, "num_pages": 60, "host_pages": 120, "tiers": config}
+    prompt = words(96, 41)
+    with Rig(tiny, **shape, store=guarded(_Kept(memory), MonotonicClock())) as rig:
+        rig.ask(prompt, 3)
+    backend = FaultyBackend(_Kept(memory))
+    backend.script(Verb.GET, fault)
+    store = guarded(backend, MonotonicClock(), policy=GuardPolicy(bad_key_s=0.0))
+    with Rig(tiny, **shape, store=store) as rig:
+        assert rig.ask(prompt, 3).cached < 40
+        check_all(rig, cold)
+
+
+class _Kept:
+    """A backend that outlives the store over it."""
+
+    def __init__(self, backend: MemoryBackend) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._backend, name)
+
+    def close(self) -> None:
+        """The next engine reads it."""
