@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,15 @@ from phloem.config.setting import setting, validate
 from phloem.core.errors import ConfigError
 from phloem.core.request import OutputChunk
 from phloem.loop import EngineLoop
-from phloem.sim import ReplayReport, ReplayTarget, TraceError, TraceRequest, read_trace, replay
+from phloem.sim import (
+    ReplayReport,
+    ReplayTarget,
+    TraceError,
+    TraceRequest,
+    read_trace,
+    replay,
+    simulated_target,
+)
 
 __all__ = ["ReplayOptions", "run"]
 
@@ -33,10 +41,17 @@ FIELDS = {
     "hit_rate": "hit rate",
     "evicted_pages": "evicted",
 }
+# With a host tier; the last: pages that a cache would move that copies prompts and hits whole.
+TIER_FIELDS = {
+    "host_tokens": "from host",
+    "written_pages": "written",
+    "loaded_pages": "loaded",
+    "full_copy_pages": "full copy",
+}
 
 _EPILOG = """\
 A trace is a file of JSON lines with input_length, output_length, hash_ids and timestamp (ms): equal
-hash ids are equal runs of 16 tokens. No model is needed unless --model names one.
+hash ids are equal runs of --tokens-per-id tokens. No model is needed unless --model names one.
 
 examples:
   phloem replay conversation.jsonl                 with room for everything
@@ -50,10 +65,21 @@ class ReplayOptions:
     """How the traces are played."""
 
     pages: int | None = setting(None, "pages of the pool; default: room for the whole trace", low=1)
+    host_pages: int = setting(0, "pages of the host tier behind the pool", low=0)
+    write_policy: Literal["write_through", "write_through_selective", "write_back"] = setting(
+        "write_through",
+        "which pages are copied to the host",
+        spellings={
+            "write-through": "write_through",
+            "write-through-selective": "write_through_selective",
+            "write-back": "write_back",
+        },
+    )
     policy: Literal["lpm", "fcfs", "hrrn", "routing_key"] = setting(
         "lpm", "order of the queue", spellings={"routing-key": "routing_key"}
     )
     page_size: int = setting(16, "tokens a page", low=1, high=1024)
+    tokens_per_id: int = setting(16, "tokens that one hash id stands for", low=1, high=4096)
     timed: bool = setting(False, "let requests arrive at their times instead of one after another")
     limit: int | None = setting(None, "play the first N requests of each trace only", low=1)
     model: str | None = setting(None, "play through the real engine with this model")
@@ -77,10 +103,12 @@ def run(argv: Sequence[str]) -> int:
     add_settings(parser, ReplayOptions, title="replay")
     args = parser.parse_args(argv)
     options = build_settings(ReplayOptions, given_settings(args))
+    if options.model is not None and options.host_pages:
+        raise ConfigError("--host-pages sizes the simulated host tier: leave it out with --model")
     paths = [Path(name) for name in args.traces]
     if len(set(paths)) < len(paths):
         raise ConfigError("a trace is named twice")
-    traces = {path: _read(path, options.limit) for path in paths}
+    traces = {path: _read(path, options) for path in paths}
     reports = {str(path): _play(path, trace, options) for path, trace in traces.items()}
     Console(stderr=args.json, highlight=False).print(_table(reports))
     if args.json:
@@ -88,9 +116,10 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _read(path: Path, limit: int | None) -> list[TraceRequest]:
+def _read(path: Path, options: ReplayOptions) -> list[TraceRequest]:
+    lines = read_trace(path, tokens_per_id=options.tokens_per_id)
     try:
-        trace = list(itertools.islice(read_trace(path), limit))
+        trace = list(itertools.islice(lines, options.limit))
     except TraceError as error:
         raise ConfigError(str(error)) from None
     if not trace:
@@ -112,9 +141,24 @@ def _play(path: Path, trace: list[TraceRequest], options: ReplayOptions) -> Repl
             num_pages=options.pages,
             policy=options.policy,
             page_size=options.page_size,
+            target=_with_host(options),
             timed=options.timed,
             on_progress=on_progress,
         )
+
+
+def _with_host(options: ReplayOptions) -> ReplayTarget | None:
+    if not options.host_pages:
+        return None
+    if options.pages is None:
+        raise ConfigError("--host-pages is of use behind a limited pool: give --pages as well")
+    return simulated_target(
+        num_pages=options.pages,
+        policy=options.policy,
+        page_size=options.page_size,
+        host_pages=options.host_pages,
+        write_policy=options.write_policy,
+    )
 
 
 class _Hooks:
@@ -166,14 +210,19 @@ def _play_real(
 def _table(reports: dict[str, ReplayReport]) -> Table:
     table = Table(header_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("trace", overflow="fold")
-    for label in FIELDS.values():
+    labels = FIELDS | (TIER_FIELDS if any(r.written_pages for r in reports.values()) else {})
+    for label in labels.values():
         table.add_column(label, justify="right", no_wrap=True)
     for path, report in reports.items():
-        table.add_row(Path(path).name, *(_cell(value) for value in _fields(report).values()))
+        table.add_row(Path(path).name, *_cells(_fields(report), labels))
     if len(reports) > 1:
         table.add_section()
-        table.add_row("all", *(_cell(value) for value in _total(reports).values()))
+        table.add_row("all", *_cells(_total(reports), labels))
     return table
+
+
+def _cells(figures: Mapping[str, float], names: Iterable[str]) -> list[str]:
+    return [_cell(figures[name]) for name in names]
 
 
 def _cell(value: float) -> str:
@@ -187,10 +236,10 @@ def _document(reports: dict[str, ReplayReport]) -> dict[str, Any]:
 
 
 def _fields(report: ReplayReport) -> dict[str, int | float]:
-    return {name: getattr(report, name) for name in FIELDS}
+    return {name: getattr(report, name) for name in FIELDS | TIER_FIELDS}
 
 
 def _total(reports: dict[str, ReplayReport]) -> dict[str, int | float]:
-    sums = {name: sum(getattr(r, name) for r in reports.values()) for name in FIELDS}
+    sums = {name: sum(getattr(r, name) for r in reports.values()) for name in FIELDS | TIER_FIELDS}
     sums["hit_rate"] = sums["cached_tokens"] / max(sums["prompt_tokens"], 1)
     return sums

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from phloem.core.clock import VirtualClock
 from phloem.core.plan import RowResult, StepPlan, StepResult
+from phloem.core.transfer import LayerGate
 
 __all__ = ["CostModel", "CostWorker"]
 
@@ -32,6 +33,7 @@ class CostWorker:
         self._clock = clock
         self._cost = CostModel() if cost is None else cost
         self._queue: deque[StepPlan] = deque()
+        self.gate: LayerGate | None = None
 
     def submit(self, plan: StepPlan) -> None:
         self._queue.append(plan)
@@ -39,6 +41,8 @@ class CostWorker:
     def collect(self) -> StepResult:
         plan = self._queue.popleft()
         seconds = self._cost.seconds(plan)
+        if plan.loads and self.gate is not None:
+            self.gate.wait_layer(plan.loads, 0)
         self._clock.advance(seconds)
         rows = tuple(
             RowResult(row=row.row, serial=row.serial, token=0) for row in plan.rows if row.sample

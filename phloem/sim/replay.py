@@ -11,16 +11,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from phloem.cache import PrefixCache
+from phloem.cache import HostTier, PrefixCache
 from phloem.core.clock import VirtualClock
 from phloem.core.errors import BadRequest, EngineDead
 from phloem.core.namespace import make_namespace
 from phloem.core.request import GenerateRequest, OutputChunk, SamplingParams
+from phloem.core.stats import EngineStats
+from phloem.core.transfer import TransferKind
 from phloem.kv.sizing import pages_for_tokens
 from phloem.loop import EngineLoop
 from phloem.sched import Scheduler, SchedulerConfig
 from phloem.sim.cost import CostModel, CostWorker
 from phloem.sim.traces import TraceRequest, trace_tokens
+from phloem.sim.transfers import SimTransfers
+from phloem.tiers import TierConfig, TierController
+from phloem.tiers.config import is_exclusive
 
 __all__ = ["LoopFactory", "ReplayReport", "ReplayTarget", "replay", "simulated_target"]
 
@@ -47,6 +52,10 @@ class ReplayReport:
     prompt_tokens: int
     cached_tokens: int
     evicted_pages: int
+    host_tokens: int  # of the cached ones: loaded from the host
+    written_pages: int  # copied to the host
+    loaded_pages: int  # copied back
+    full_copy_pages: int  # copied to and fro by a cache that moves every prompt and hit whole
     cached_by_request: tuple[int | None, ...]  # None: refused
     elapsed_s: float  # by the loop's clock
 
@@ -62,16 +71,26 @@ def simulated_target(
     policy: str = "lpm",
     page_size: int = 16,
     cost: CostModel | None = None,
+    host_pages: int = 0,
+    write_policy: str = "write_through",
 ) -> ReplayTarget:
-    """The real loop, scheduler and cache over a worker that computes nothing."""
+    """The real loop, scheduler, cache and tiers over a worker that computes nothing."""
 
     def make_loop(emit: Emit) -> EngineLoop:
         clock = VirtualClock()
-        cache = PrefixCache(page_size=page_size, num_pages=(num_pages,))
+        host = HostTier(pages=host_pages, exclusive=is_exclusive(num_pages, host_pages))
+        cache = PrefixCache(page_size=page_size, num_pages=(num_pages,), host=host)
+        tiers = None
+        if host_pages:
+            transfers = SimTransfers(clock, num_host_pages=host_pages)
+            tiers = TierController(cache, transfers, clock, TierConfig(write_policy=write_policy))
         config = SchedulerConfig(
             max_model_len=_NO_LIMIT, max_queued=_NO_LIMIT, policy=policy, max_prefill_tokens=16384
         )
-        return EngineLoop(Scheduler(config, cache), CostWorker(clock, cost), clock, emit)
+        worker = CostWorker(clock, cost)
+        if tiers is not None:
+            worker.gate = transfers
+        return EngineLoop(Scheduler(config, cache, tiers), worker, clock, emit)
 
     return ReplayTarget(make_loop=make_loop)
 
@@ -90,8 +109,8 @@ def replay(
     """Run a trace; answers are greedy.
 
     `num_pages` None: a pool that never evicts. `max_tokens` None: as many as the trace says.
-    `target` replaces the simulated one (then `num_pages`, `policy` and `page_size` are its own
-    business). `on_progress(done, total)` is called as requests end.
+    `target` replaces the one that these sizes make. `on_progress(done, total)` is called as
+    requests end.
     """
     requests = list(trace)
     if target is None:
@@ -100,6 +119,16 @@ def replay(
         target = simulated_target(num_pages=max(1, num_pages), policy=policy, page_size=page_size)
     run = _Run(requests, target, max_tokens=max_tokens, on_progress=on_progress)
     return run.by_arrival_times() if timed else run.one_after_another()
+
+
+def _moved(stats: EngineStats, before: EngineStats, kind: TransferKind) -> int:
+    """Pages that went one way between the two snapshots."""
+
+    def total(snapshot: EngineStats) -> int:
+        ways = () if snapshot.tiers is None else snapshot.tiers.transfers
+        return sum(way.pages_total for way in ways if way.kind == kind.value)
+
+    return total(stats) - total(before)
 
 
 def _most_pages(request: TraceRequest, max_tokens: int | None, page_size: int) -> int:
@@ -126,7 +155,7 @@ class _Run:
         self._refused = 0
         self._done = 0
         self._loop = target.make_loop(self._take)
-        self._evicted_before = self._evicted_pages()
+        self._before = self._loop.stats()
         self._start_s = self._now()
 
     def one_after_another(self) -> ReplayReport:
@@ -191,10 +220,11 @@ class _Run:
         self._done += 1
         self._on_progress(self._done, len(self._requests))
 
-    def _evicted_pages(self) -> int:
-        return self._loop.stats().cache.evicted_pages_total
-
     def _report(self) -> ReplayReport:
+        while self._loop.step():
+            pass  # copies to the host that are still under way
+        stats, before = self._loop.stats(), self._before
+        size = stats.cache.page_size
         served = [
             (r, c) for r, c in zip(self._requests, self._cached, strict=True) if c is not None
         ]
@@ -203,7 +233,13 @@ class _Run:
             refused=self._refused,
             prompt_tokens=sum(request.num_prompt_tokens for request, _ in served),
             cached_tokens=sum(cached for _, cached in served),
-            evicted_pages=self._evicted_pages() - self._evicted_before,
+            evicted_pages=stats.cache.evicted_pages_total - before.cache.evicted_pages_total,
+            host_tokens=stats.cached_tokens_total.host - before.cached_tokens_total.host,
+            written_pages=_moved(stats, before, TransferKind.BACKUP_HOST),
+            loaded_pages=_moved(stats, before, TransferKind.LOAD_BACK),
+            full_copy_pages=sum(
+                request.num_prompt_tokens // size + cached // size for request, cached in served
+            ),
             cached_by_request=tuple(self._cached),
             elapsed_s=self._now() - self._start_s,
         )
