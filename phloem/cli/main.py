@@ -31,6 +31,7 @@ COMMANDS = {
     "replay": Command(
         "phloem.cli.replay", "run request traces through the real scheduler and cache"
     ),
+    "cache": Command("phloem.cli.cache", "look at, check, empty and fill a cache"),
     "bench": Command("phloem.cli.bench", "measure a server, the prefix tree or the scheduler"),
 }
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 import phloem
 from phloem.core.errors import EngineDead, UserError
 from phloem.engine.api import EngineClient
-from phloem.server import admin, errors, fields, native, tokens
+from phloem.server import admin, cache_admin, errors, fields, native, tokens
 from phloem.server.chat import chat_completions
 from phloem.server.completions import completions
 from phloem.server.context import make_context
@@ -35,6 +35,9 @@ _POSTS: tuple[tuple[str, Endpoint, type[BaseModel]], ...] = (
     ("/v1/tokenize", tokens.tokenize, fields.TokenizeBody),
     ("/detokenize", tokens.detokenize, fields.DetokenizeBody),
     ("/v1/detokenize", tokens.detokenize, fields.DetokenizeBody),
+    ("/cache/clear", cache_admin.clear_cache, fields.ClearCacheBody),
+    ("/cache/storage", cache_admin.attach_storage, fields.StorageBody),
+    ("/update_weights_from_disk", cache_admin.update_weights, fields.UpdateWeightsBody),
 )
 _PLAIN: tuple[tuple[str, Endpoint, tuple[str, ...]], ...] = (
     ("/", page, ("GET",)),
@@ -53,6 +56,10 @@ _PLAIN: tuple[tuple[str, Endpoint, tuple[str, ...]], ...] = (
     ("/v1/loads", admin.loads, ("GET",)),
     ("/flush_cache", admin.flush_cache, ("GET", "POST")),
     ("/reset_prefix_cache", admin.flush_cache, ("POST",)),
+    ("/cache/stats", cache_admin.cache_stats, ("GET",)),
+    ("/cache/ls", cache_admin.list_cache, ("GET",)),
+    ("/cache/verify", cache_admin.verify_cache, ("POST",)),
+    ("/cache/storage", cache_admin.detach_storage, ("DELETE",)),
 )
 
 

@@ -13,12 +13,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 __all__ = [
     "AbortBody",
     "ChatBody",
+    "ClearCacheBody",
     "CompletionBody",
     "DetokenizeBody",
     "GenerateBody",
     "SamplingBody",
+    "StorageBody",
     "StreamOptions",
     "TokenizeBody",
+    "UpdateWeightsBody",
 ]
 
 
@@ -165,3 +168,22 @@ class AbortBody(Body):
     """POST /abort_request."""
 
     rid: str
+
+
+class ClearCacheBody(Body):
+    """POST /cache/clear."""
+
+    storage: bool = False
+
+
+class StorageBody(Body):
+    """POST /cache/storage."""
+
+    directory: Annotated[str, Field(min_length=1, max_length=4096)]
+    size: str = "20GB"
+
+
+class UpdateWeightsBody(Body):
+    """POST /update_weights_from_disk."""
+
+    model_path: Annotated[str, Field(min_length=1, max_length=4096)]

@@ -14,6 +14,7 @@ from phloem.core.request import CachedTokens, FinishReason
 from phloem.core.stats import CacheStats, EngineStats
 from phloem.core.tokens import num_tokens, tokens_from_bytes, tokens_to_bytes
 from phloem.engine.api import Health, ModelCard, TextChunk, TextLogprob, TextRequest
+from phloem.engine.commands import AttachStorage, Command, ListCache
 
 EOS, BOS, VOCAB, CONTEXT = 256, 257, 300, 256
 
@@ -96,6 +97,7 @@ class FakeEngine:
         self.ended = False
         self.stats_gate: Gate | None = None
         self.flushed = 0
+        self.commands: list[Command] = []
         self.totals = {"prompt": 0, "generated": 0, "device": 0, "host": 0}
 
     def check(self, request: TextRequest) -> None:
@@ -217,6 +219,17 @@ class FakeEngine:
     async def flush_cache(self) -> int:
         self.flushed += 1
         return len(self.running)
+
+    async def operate(self, command: Command) -> dict[str, Any]:
+        if not self.alive:
+            raise EngineDead("killed by the test")
+        self.commands.append(command)
+        if isinstance(command, AttachStorage) and command.directory == "/refused":
+            raise BadRequest("this engine has no host tier", code="command_refused")
+        if isinstance(command, ListCache):
+            row = {"head": list(b"hello") + [EOS], "device_pages": 2, "host_pages": 1}
+            return {"prefixes": [row], "of": 1}
+        return {"ok": True}
 
     def health(self) -> Health:
         return Health(
