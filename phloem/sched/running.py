@@ -87,7 +87,7 @@ class RunningSet:
         reservation, request.reservation = request.reservation, None
         reservation.close()
         if self._tiers is not None:
-            self._tiers.used(reservation.node)
+            self._tiers.used(reservation.node, ended=phase is Phase.FINISHED)
             if request.load_id is not None:
                 self._tiers.cancel_load(request.load_id)
         request.load_id = None
@@ -118,7 +118,7 @@ class RunningSet:
         if changed is not None:
             self.tables.update(request.row, changed.first_page, changed.refs)
         if self._tiers is not None and full_pages == request.prefill_end // self._page_size:
-            self._tiers.used(request.reservation.node)
+            self._tiers.used(request.reservation.node, ended=False)
 
     def expected_growth(self, horizon_tokens: int) -> int:
         """Pages that the running requests may ask for within their next `horizon_tokens`."""

@@ -1,7 +1,7 @@
 """Device to host: which pages are copied, and when.
 
     write_through             when a request has computed its prompt, and when it ends
-    write_through_selective   the same, for pages that are used the second time
+    write_through_selective   when a request ends, for pages that will be used again (see `reuse`)
     write_back                when they are about to leave the device
     (a small host)            also then, whatever the policy: see `config.is_exclusive`
 
@@ -21,7 +21,7 @@ from phloem.cache.residence import covered
 from phloem.core.transfer import TransferKind, TransferResult
 from phloem.tiers.config import TierConfig
 from phloem.tiers.flights import Flights
-from phloem.tiers.heat import Heat
+from phloem.tiers.reuse import Reuse
 
 __all__ = ["HostBackups"]
 
@@ -43,14 +43,15 @@ class HostBackups:
         cache: PrefixCache,
         flights: Flights,
         config: TierConfig,
-        heat: Heat,
+        reuse: Reuse,
         on_backed_up: Callable[[Node, int], None],
     ) -> None:
         self._leader = cache.leader
         self._tree = cache.leader.tree
         self._cache = cache
         self._flights = flights
-        self._heat = heat
+        self._reuse = reuse
+        self._worth: dict[int, int] = {}  # selective: pages of a queued path that want a copy
         self._on_backed_up = on_backed_up
         host = cache.leader.host
         self.late = config.write_policy == "write_back" or host.exclusive
@@ -70,8 +71,14 @@ class HostBackups:
     def num_queued(self) -> int:
         return len(self._queue)
 
-    def used(self, node: Node) -> None:
-        """A request has computed its prompt, or has ended: the path down to `node` is in use."""
+    def used(self, node: Node, *, ended: bool) -> None:
+        """A request has computed its prompt, or has `ended`: the path down to `node` is in use."""
+        if self._selective:
+            if not ended:
+                return
+            worth = self._reuse.note(node)
+            if not self.late:
+                self._worth[node.id] = worth
         if not self.late:
             self._enqueue(node.id)
 
@@ -111,7 +118,7 @@ class HostBackups:
             if node.refs and not (node.host or node.stored or node.detached)
         ]
         if self._selective:
-            nodes = [node for node in nodes if self._heat.is_hot(node)]
+            nodes = [node for node in nodes if self._reuse.is_hot(node)]
         return sorted(nodes, key=lambda node: (self._depth(node), node.id))
 
     def _depth(self, node: Node) -> int:
@@ -134,22 +141,37 @@ class HostBackups:
         node = self._tree.nodes.get(node_id)
         if node is None or node.detached:
             self._tries.pop(node_id, None)
+            self._worth.pop(node_id, None)
             return True  # evicted before its turn: counted as unbacked where it was evicted
         run = self._run(node)
-        total = sum(step.num_pages for step in run)
-        if not total:
+        missing = sum(step.num_pages for step in run)
+        wanted = missing - self._num_unwanted(node)
+        if wanted <= 0:
             self._tries.pop(node_id, None)
+            self._worth.pop(node_id, None)
             return True
-        count = min(total, self._max_pages)
-        backup = self._leader.begin_backup(run[0], count, skip=total - count)
+        count = min(wanted, self._max_pages)
+        backup = self._leader.begin_backup(run[0], count, skip=missing - count)
         if backup is None:
-            self._try_again(node_id, total, "host_full")
+            self._try_again(node_id, wanted, "host_full")
             self._blocked_at = self._flights.num_ended
             return False
         self._submit(backup, leaving=False, then=node_id)
-        if count < total:
+        if count < wanted:
             self._enqueue(node_id)
         return True
+
+    def _num_unwanted(self, node: Node) -> int:
+        """Pages at the end of the path to `node` that are not worth a copy."""
+        worth = self._worth.get(node.id)
+        if worth is None:
+            return 0
+        length = 0
+        step: Node | None = node
+        while step is not None:
+            length += step.num_pages
+            step = step.parent
+        return max(0, length - worth)
 
     def _run(self, node: Node) -> list[Node]:
         """The nodes of the path, lowest first, that want a copy: consecutive ones."""
@@ -158,7 +180,7 @@ class HostBackups:
         while step is not None and step.parent is not None:
             if step.host or step.id in self._busy:
                 break
-            if step.refs and (not self._selective or self._heat.is_hot(step)):
+            if step.refs:
                 run.append(step)
             step = step.parent
         return run
@@ -178,7 +200,7 @@ class HostBackups:
         """Copy the next victims, up to `num_pages`; True if some of them are under way."""
         num_pages -= sum(self._leaving.values())
         for node, pages in self._leader.policy.victims(num_pages) if num_pages > 0 else ():
-            cold = self._selective and not self._heat.is_hot(node)
+            cold = self._selective and not self._reuse.is_hot(node)
             if not (node.host or cold or node.id in self._hopeless):
                 self._start_leaving_tail(node, pages)
         return bool(self._leaving)

@@ -25,9 +25,9 @@ from phloem.tiers.backups import HostBackups
 from phloem.tiers.config import TierConfig
 from phloem.tiers.cost import CostModel
 from phloem.tiers.flights import Flights
-from phloem.tiers.heat import Heat
 from phloem.tiers.keys import Links
 from phloem.tiers.prefetch import Prefetches
+from phloem.tiers.reuse import Reuse
 from phloem.tiers.writes import StorageWrites
 
 __all__ = ["LoadEnd", "StorageKeys", "TierController"]
@@ -68,8 +68,8 @@ class TierController:
         self._clock = clock
         self._page_size = cache.page_size
         self._flights = Flights(transfers, cache, self.cost)
-        self._heat = Heat(config.selective_threshold)
-        self._backups = HostBackups(cache, self._flights, config, self._heat, self._on_backed_up)
+        reuse = Reuse(config.selective_threshold)
+        self._backups = HostBackups(cache, self._flights, config, reuse, self._on_backed_up)
         self._ended: list[LoadEnd] = []
         self._destinations: list[PageRefs] = []  # of loads since the last plan
         self._load_failures = 0
@@ -139,10 +139,10 @@ class TierController:
         """Nobody will read what it loads."""
         self._flights.cancel(load_id)
 
-    def used(self, node: Node) -> None:
-        """A request has computed its prompt, or has ended: `node` is the end of its path."""
+    def used(self, node: Node, *, ended: bool) -> None:
+        """A request has computed its prompt, or has `ended`: `node` is the end of its path."""
         if node is not self._cache.leader.tree.root and not node.detached:
-            self._backups.used(node)
+            self._backups.used(node, ended=ended)
 
     @property
     def frees_pages(self) -> bool:
