@@ -7,7 +7,7 @@ different sets of parts give the same bytes (adapter "abc" is not salt "abc"; "a
 
 from __future__ import annotations
 
-__all__ = ["make_namespace", "without_generation"]
+__all__ = ["make_namespace", "portable_part"]
 
 _ORDER = ("model", "generation", "adapter", "salt")
 
@@ -29,10 +29,11 @@ def make_namespace(
     return bytes(out)
 
 
-def without_generation(namespace: bytes) -> bytes:
-    """The same namespace in every process: storage keys name the weights themselves.
+def portable_part(namespace: bytes) -> bytes:
+    """What of a namespace is the same in every process: adapter and salt.
 
-    Raises ValueError for bytes that `make_namespace` did not make.
+    The model's path and the generation of its weights are left out: storage keys name the weights
+    themselves, so a copy elsewhere shares. Raises ValueError for bytes that `make_namespace` did not make.
     """
     out = bytearray()
     offset = 0
@@ -40,7 +41,7 @@ def without_generation(namespace: bytes) -> bytes:
         end = offset + 5 + int.from_bytes(namespace[offset + 1 : offset + 5], "little")
         if namespace[offset] >= len(_ORDER) or end > len(namespace):
             raise ValueError("not a namespace")
-        if _ORDER[namespace[offset]] != "generation":
+        if _ORDER[namespace[offset]] not in ("model", "generation"):
             out += namespace[offset:end]
         offset = end
     return bytes(out)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import replace
 
-from phloem.core.namespace import without_generation
+from phloem.core.namespace import portable_part
 from phloem.kv.keys import KeyFacts, namespace_link, page_links
 
 __all__ = ["Links"]
@@ -29,7 +29,7 @@ class Links:
         """One link for each full page of `tokens`, a prompt from its beginning."""
         first = self._first.get(namespace)
         if first is None:
-            facts = replace(self._facts, namespace=without_generation(namespace))
+            facts = replace(self._facts, namespace=portable_part(namespace))
             first = self._first[namespace] = namespace_link(facts)
             while len(self._first) > _MAX_NAMESPACES:
                 self._first.popitem(last=False)

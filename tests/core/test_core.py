@@ -9,7 +9,7 @@ import pytest
 
 from phloem.core.clock import VirtualClock
 from phloem.core.errors import BadRequest, PhloemError, UserError
-from phloem.core.namespace import make_namespace
+from phloem.core.namespace import make_namespace, portable_part
 from phloem.core.refs import make_ref, owner_of, slot_of, slots_of
 from phloem.core.request import CachedTokens, SamplingParams
 from phloem.core.tokens import num_tokens, tokens_from_bytes, tokens_to_bytes
@@ -117,3 +117,12 @@ def test_a_clock_does_not_run_backwards() -> None:
     assert clock.now_s() == 6.5
     with pytest.raises(AssertionError):
         clock.advance(-1.0)
+
+
+def test_the_portable_part_of_a_namespace_names_no_place_and_no_process() -> None:
+    here = make_namespace(model="/a", generation=3, adapter="x", salt="s")
+    there = make_namespace(model="/b", adapter="x", salt="s")
+    assert portable_part(here) == portable_part(there) != b""
+    assert portable_part(here) != portable_part(make_namespace(model="/a", salt="s"))
+    with pytest.raises(ValueError, match="not a namespace"):
+        portable_part(b"\x07junk")
