@@ -33,7 +33,8 @@ def portable_part(namespace: bytes) -> bytes:
     """What of a namespace is the same in every process: adapter and salt.
 
     The model's path and the generation of its weights are left out: storage keys name the weights
-    themselves, so a copy elsewhere shares. Raises ValueError for bytes that `make_namespace` did not make.
+    themselves, so a copy elsewhere shares. Raises ValueError for what `make_namespace` did not
+    make.
     """
     out = bytearray()
     offset = 0
