@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phloem.cache.ages import Ages
 from phloem.cache.eviction import EVICTION_POLICIES, EvictionPolicy
 from phloem.cache.host_ledger import HostTier
 from phloem.cache.invariants import check_invariants
@@ -12,6 +13,7 @@ from phloem.cache.state import CacheState
 
 __all__ = [
     "EVICTION_POLICIES",
+    "Ages",
     "CacheState",
     "EvictionPolicy",
     "HostTier",

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
+from phloem.cache.ages import Ages
 from phloem.cache.eviction import LruPolicy
 from phloem.cache.ghosts import Ghosts
 from phloem.cache.node import REF_BYTES, Node
@@ -55,6 +56,7 @@ class HostLedger:
         "_log",
         "_state",
         "_tree",
+        "ages",
         "evicted_pages",
         "exclusive",
         "ghosts",
@@ -74,6 +76,7 @@ class HostLedger:
         self.policy = LruPolicy()  # of the nodes on the host alone
         self.evicted_pages = 0
         self.reserved: dict[bytes, None] = {}  # runs of slots that transfers own
+        self.ages: Ages | None = None  # set by who has a clock
         self.waits_for_storage = False  # copies are still to be written to storage
 
     @property
@@ -185,6 +188,9 @@ class HostLedger:
         victims = self.policy.victims(num_pages)
         if not victims:
             return 0
+        if self.ages is not None:
+            for node, pages in victims:
+                self.ages.happened("evicted", "host", node.last_access, pages)
         flat = [number for node, pages in victims for number in (node.id, pages)]
         keys = self._log.append(commands.host_evict(tuple(flat)))
         gone = [node for node, _ in victims]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import cast
 
+from phloem.cache.ages import Ages
 from phloem.cache.chain import KEY_BYTES
 from phloem.cache.eviction import EvictionPolicy
 from phloem.cache.ghosts import Ghosts
@@ -33,6 +34,7 @@ class Leader:
 
     __slots__ = (
         "_freed",
+        "ages",
         "backups",
         "demoted_pages",
         "evicted_pages",
@@ -70,8 +72,18 @@ class Leader:
         self.unbacked_pages = 0  # of these: lost although there is a host tier
         self.host = HostLedger(state, self.log, ghosts, exclusive=exclusive_host)
         self.reservations: set[Reservation] = set()  # open now; never iterated to decide anything
+        self.ages: Ages | None = None  # set by who has a clock
         self.backups: set[Backup] = set()  # in flight; never iterated to decide anything
         self._freed: list[bytes] = []
+
+    def note_hit(self, match: Match, load_pages: int) -> None:
+        """For the ages: what matched is used."""
+        if self.ages is None:
+            return
+        if match.num_pages:
+            self.ages.happened("hit", "device", match.node.last_access, match.num_pages)
+        if load_pages and match.host_node is not None:
+            self.ages.happened("hit", "host", match.host_node.last_access, load_pages)
 
     def recall(self, match: Match) -> None:
         """Count the pages right after the match that were cached once."""
@@ -233,6 +245,8 @@ class Leader:
             assert parent is not None, "only the root has none, and it is never on the host"
             left -= node.num_pages
             self.policy.locked((node,))
+            if self.ages is not None:
+                self.ages.happened("evicted", "device", node.last_access, node.num_pages)
             self.evicted_pages += node.num_pages
             self.demoted_pages += node.num_pages
             self._note_freed(self.host.demote(node))
@@ -264,6 +278,8 @@ class Leader:
     def _drop_or_demote(self, victims: list[tuple[Node, int]]) -> tuple[bytes, bytes]:
         all_refs, all_keys = [], []
         for node, pages in victims:
+            if self.ages is not None:
+                self.ages.happened("evicted", "device", node.last_access, pages)
             if pages < node.num_pages and node.host:
                 upper = self.log.append(commands.split(node.id, node.num_pages - pages))
                 self.policy.replaced(node, upper)

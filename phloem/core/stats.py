@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from phloem.core.request import CachedTokens
 
-__all__ = ["CacheStats", "EngineStats", "TierStats", "TransferStats"]
+__all__ = ["AGE_BOUNDS_S", "AgeStats", "CacheStats", "EngineStats", "TierStats", "TransferStats"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,19 @@ class TransferStats:
     bandwidth: float = 0.0  # bytes a second, as the cost model has it; 0: not measured
 
 
+AGE_BOUNDS_S = (1.0, 10.0, 60.0, 300.0, 900.0, 1800.0, 3600.0, 14400.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgeStats:
+    """How long pages had not been used when something happened to them."""
+
+    event: str  # "hit" or "evicted"
+    tier: str  # "device" or "host"
+    counts: tuple[int, ...] = ()  # pages, by AGE_BOUNDS_S, the last number beyond them
+    sum_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
     """The tiers below the device."""
@@ -54,6 +67,10 @@ class TierStats:
     dropped_pages_total: tuple[tuple[str, int], ...] = ()  # not copied, by reason
     load_choices_total: tuple[tuple[str, int], ...] = ()  # requests: load, part, recompute
     load_failures_total: int = 0
+    late_pages_total: int = 0  # came from storage after their request had gone on without them
+    ages: tuple[AgeStats, ...] = ()
+    prefill_rate: float = 0.0  # tokens a second, as the cost model has it; 0: not measured
+    has_storage: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +83,7 @@ class EngineStats:
     steps_total: int = 0
     prompt_tokens_total: int = 0  # of requests at first admission
     cached_tokens_total: CachedTokens = field(default_factory=CachedTokens)
+    computed_tokens_total: int = 0  # of the prompts; with the cached ones they are all of them
     generated_tokens_total: int = 0
     recomputed_tokens_total: int = 0  # computed again after a retraction; never counted as hits
     retractions_total: int = 0

@@ -234,6 +234,8 @@ class Admission:
             self._counters.prompt_tokens += request.num_prompt
             self._counters.cached_tokens += cached
             request.counts_load = request.load_id is not None
+            loading = request.load_pages * self._page_size
+            self._counters.computed_tokens += request.num_prompt - cached - loading
         else:
             loading = request.load_pages * self._page_size
             self._counters.recomputed_tokens += max(0, request.was_computed - cached - loading)

@@ -20,6 +20,7 @@ class Counters:
         self.cached_tokens = 0  # on the device
         self.host_tokens = 0  # loaded from the host
         self.storage_tokens = 0  # loaded from the host, where they had come from storage
+        self.computed_tokens = 0  # of prompts, at first admission
         self.generated_tokens = 0
         self.recomputed_tokens = 0
         self.retractions = 0
@@ -41,6 +42,7 @@ class Counters:
             cached_tokens_total=CachedTokens(
                 device=self.cached_tokens, host=self.host_tokens, storage=self.storage_tokens
             ),
+            computed_tokens_total=self.computed_tokens,
             generated_tokens_total=self.generated_tokens,
             recomputed_tokens_total=self.recomputed_tokens,
             retractions_total=self.retractions,

@@ -30,6 +30,7 @@ from phloem.sched.admission import Admission
 from phloem.sched.chunks import output_chunk
 from phloem.sched.config import SchedulerConfig
 from phloem.sched.counters import Counters
+from phloem.sched.limits import check_request
 from phloem.sched.packing import pack_prefills
 from phloem.sched.policies import PolicyView, get_policy
 from phloem.sched.queue import WaitQueue
@@ -80,30 +81,12 @@ class Scheduler:
 
     def check(self, request: GenerateRequest) -> None:
         """Raise BadRequest for what can never be served, saying the numbers."""
-        num_bytes = len(request.tokens)
-        if num_bytes == 0 or num_bytes % TOKEN_BYTES:
-            raise BadRequest("the prompt must have at least one token", param="prompt")
-        prompt = num_bytes // TOKEN_BYTES
-        max_tokens = request.sampling.max_tokens
-        positions = prompt + max_tokens - 1  # the last sampled token is never computed
-        limit = self.config.max_model_len
-        if positions > limit:
-            raise BadRequest(
-                f"{prompt} prompt tokens and max_tokens {max_tokens} need {positions} positions; "
-                f"this model's context is {limit} tokens",
-                param="prompt" if prompt > limit else "max_tokens",
-                code="context_length_exceeded",
-            )
-        pages, total = pages_for_tokens(positions, self._page_size), self.cache.total_pages
-        if pages > total:
-            raise BadRequest(
-                f"{prompt} prompt tokens and max_tokens {max_tokens} need {pages} KV pages of "
-                f"{self._page_size} tokens; the pool has {total}",
-                param="prompt"
-                if pages_for_tokens(prompt, self._page_size) > total
-                else "max_tokens",
-                code="context_length_exceeded",
-            )
+        check_request(
+            request,
+            max_model_len=self.config.max_model_len,
+            num_pages=self.cache.total_pages,
+            page_size=self._page_size,
+        )
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. Raises BadRequest if it can never be served, Overloaded if full."""
@@ -237,6 +220,12 @@ class Scheduler:
         request.num_computed += loaded
         self._running.commit(request)
 
+    def _give_up_load(self, request: RequestState) -> None:
+        """What was to be loaded at first admission counts as computed after all."""
+        if request.counts_load:
+            self._counters.computed_tokens += request.load_pages * self._page_size
+            request.counts_load = False
+
     # Parts of a plan.
 
     def _plan_decodes(self) -> list[RowPlan]:
@@ -355,7 +344,7 @@ class Scheduler:
 
     def _put_back(self, request: RequestState) -> None:
         request.was_computed = max(request.was_computed, request.num_computed)
-        request.counts_load = False
+        self._give_up_load(request)
         self._running.stop(request, Phase.QUEUED)
         self._queue.put_back(request)
 
@@ -392,6 +381,7 @@ class Scheduler:
                 self.tiers.leaves_queue(request.request_id)
             request.phase = Phase.FINISHED
         else:
+            self._give_up_load(request)
             self._running.stop(request, Phase.FINISHED)
         self._counters.finished[why] += 1
         return output_chunk(request, outcome=outcome, finish=why, error=error)

@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 from phloem.core.errors import EngineDead
 from phloem.core.stats import EngineStats
 from phloem.engine.api import EngineClient
+from phloem.server.tier_metrics import of_tiers
 
 __all__ = ["Histogram", "Metrics", "Timer"]
 
@@ -139,6 +140,8 @@ class Metrics(Collector):
         if self._stats is not None:
             yield from _of_cache(self._stats)
             yield from _of_loop(self._stats)
+            if self._stats.tiers is not None:
+                yield from of_tiers(self._stats.cache, self._stats.tiers)
 
     def _of_server(self) -> Iterator[Metric]:
         health, card = self._engine.health(), self._engine.card
@@ -218,6 +221,12 @@ def _of_loop(stats: EngineStats) -> Iterator[Metric]:
         ("storage", found.storage),
     )
     yield _split(cached, sources)
+    by_source = CounterMetricFamily(
+        "phloem_prompt_tokens_by_source",
+        "Prompt tokens by where their KV came from; all of them once loads have ended",
+        labels=("source",),
+    )
+    yield _split(by_source, (*sources, ("computed", stats.computed_tokens_total)))
     yield _counter("generated_tokens", "Sampled tokens", stats.generated_tokens_total)
     recomputed = stats.recomputed_tokens_total
     yield _counter("recomputed_tokens", "Computed again after a retraction", recomputed)

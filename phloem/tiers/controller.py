@@ -8,13 +8,14 @@ A pass polls first (commits and aborts what has ended), then starts what is queu
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from phloem.cache import Match, PrefixCache, Reservation
+from phloem.cache import Ages, Match, PrefixCache, Reservation
 from phloem.cache.node import Node
 from phloem.core.clock import Clock
 from phloem.core.refs import NO_REFS, PageRefs
@@ -31,6 +32,8 @@ from phloem.tiers.reuse import Reuse
 from phloem.tiers.writes import StorageWrites
 
 __all__ = ["LoadEnd", "StorageKeys", "TierController"]
+
+logger = logging.getLogger(__name__)
 
 FLUSH_WAIT_S = 0.01
 
@@ -70,6 +73,8 @@ class TierController:
         self._flights = Flights(transfers, cache, self.cost)
         reuse = Reuse(config.selective_threshold)
         self._backups = HostBackups(cache, self._flights, config, reuse, self._on_backed_up)
+        self._ages = Ages()
+        cache.leader.ages = cache.leader.host.ages = self._ages
         self._ended: list[LoadEnd] = []
         self._destinations: list[PageRefs] = []  # of loads since the last plan
         self._load_failures = 0
@@ -89,6 +94,14 @@ class TierController:
         reached = (match.num_pages + match.host_pages) * self._page_size
         choice = self.cost.choose_load(match.host_pages, num_tokens - reached)
         self.cost.count(choice, match.host_pages)
+        logger.debug(
+            "%d of %d host pages loaded: %.4f s, all of them %.4f s, none %.4f s",
+            choice.pages,
+            match.host_pages,
+            choice.chosen_s,
+            choice.load_all_s,
+            choice.recompute_s,
+        )
         return choice.pages
 
     def queued(self, request_id: str, match: Match) -> None:
@@ -162,6 +175,7 @@ class TierController:
 
     def poll(self) -> list[LoadEnd]:
         """Take in what has ended, start what can start; returns the loads that have ended."""
+        self._ages.note(self._cache.state.now, self._clock.now_s())
         self._look_at_storage()
         self._flights.poll()
         self._backups.pump()
@@ -206,6 +220,10 @@ class TierController:
             dropped_pages_total=tuple(sorted(self._dropped().items())),
             load_choices_total=tuple(self.cost.chosen.items()),
             load_failures_total=self._load_failures,
+            late_pages_total=0 if self._prefetches is None else self._prefetches.num_late_pages,
+            ages=self._ages.stats(),
+            prefill_rate=self.cost.prefill_rate,
+            has_storage=self._has_storage,
         )
 
     def _dropped(self) -> Counter[str]:

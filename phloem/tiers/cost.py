@@ -98,6 +98,12 @@ class CostModel:
         per_page = line.coefficients[1]
         return self._page_bytes / per_page if line.measured and per_page > 0 else 0.0
 
+    @property
+    def prefill_rate(self) -> float:
+        """Tokens a second of a long prefill; 0: not measured."""
+        per_token = self.prefill.coefficients[1]
+        return 1 / per_token if self.prefill.measured and per_token > 0 else 0.0
+
     def choose_load(self, num_pages: int, num_tokens: int) -> LoadChoice:
         """How many of `num_pages` host pages to load when `num_tokens` follow them.
 
