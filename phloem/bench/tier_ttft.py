@@ -1,0 +1,244 @@
+"""Time to first token of a cached prefix, by the tier it comes from, in this process.
+
+    device   the pages are there              host      they were demoted
+    storage  host and device have forgotten them; files are read past the page cache (O_DIRECT)
+    cold     no tier has seen the prompt
+
+Each sample is one request of the whole engine: prefix and some new tokens, one token back. The
+contestants of a pair take turns in going first, and never run at the same time.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phloem.config import CacheOptions, Config, ModelOptions, TierOptions
+from phloem.core.namespace import make_namespace
+from phloem.core.request import CachedTokens, GenerateRequest, OutputChunk, SamplingParams
+from phloem.core.tokens import tokens_to_bytes
+from phloem.engine.loop_core import LoopCore
+
+__all__ = ["TtftOptions", "TtftRig", "measure_ttft", "upper_bound"]
+
+NEW_TOKENS = 32
+PAGE_SIZE = 16
+_NAMESPACE = make_namespace(model="bench")
+_RESAMPLES = 2_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TtftOptions:
+    """Sizes. `lengths` for the comparison with the best way, `cached` for the two ratios."""
+
+    model: str = "smollm2"
+    cached: int = 4096
+    lengths: tuple[int, ...] = (256, 1024, 4096, 8000)
+    pairs: int = 30
+    cold_samples: int = 3
+
+
+@dataclass(slots=True)
+class _Hooks:
+    """What the core calls."""
+
+    chunks: list[OutputChunk] = field(default_factory=list)
+
+    def emit(self, chunks: list[OutputChunk]) -> None:
+        self.chunks += chunks
+
+    def on_wait(self) -> None:
+        """Nobody else has anything to say."""
+
+    def on_layer(self) -> None:
+        """Nobody watches."""
+
+    def on_load(self, done: int, total: int, phase: str) -> None:
+        """Nobody watches."""
+
+
+class TtftRig:
+    """One engine without its processes. `forget_*` do what eviction would."""
+
+    def __init__(self, core: LoopCore, hooks: _Hooks) -> None:
+        self._core, self._hooks = core, hooks
+        self._cache = core.loop.scheduler.cache
+        self._rng = random.Random("ttft")
+        self._serial = 0
+
+    def fresh(self, count: int) -> list[int]:
+        """Tokens that no one has sent before."""
+        vocab = self._core.facts.card.vocab_size
+        return [self._rng.randrange(min(1_000, vocab // 4), vocab) for _ in range(count)]
+
+    def ask(self, prompt: list[int]) -> tuple[float, CachedTokens]:
+        """Seconds to the first token, and where the prompt came from."""
+        self._serial += 1
+        request = GenerateRequest(
+            request_id=str(self._serial),
+            tokens=tokens_to_bytes(prompt),
+            sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+            namespace=_NAMESPACE,
+        )
+        self._hooks.chunks.clear()
+        started = time.perf_counter()
+        self._core.add(request)
+        while not self._hooks.chunks:
+            self._core.step()
+        seconds = time.perf_counter() - started
+        (chunk,) = self._hooks.chunks
+        assert chunk.error is None, chunk.error
+        self.settle()
+        return seconds, chunk.cached
+
+    def settle(self) -> None:
+        """Let all transfers end."""
+        while self._core.step():
+            pass
+
+    def forget_device(self) -> None:
+        """Every cached page leaves the device; copied ones stay on the host."""
+        self._cache.evict(self._cache.evictable_pages)
+
+    def forget_host(self) -> None:
+        """Device and host forget; storage keeps."""
+        self.forget_device()
+        host = self._cache.leader.host
+        host.evict(host.capacity)
+
+
+def measure_ttft(options: TtftOptions) -> list[dict[str, Any]]:
+    """All ratios of the tiers to each other and to computing."""
+    with _rig(options) as rig:
+        _warm_up(rig, options.cached)
+        results = _two_ratios(rig, options)
+        return results + _worst_tier(rig, options)
+
+
+@contextmanager
+def _rig(options: TtftOptions) -> Iterator[TtftRig]:
+    from phloem.engine.build import build_core  # brings torch
+
+    longest = max(*options.lengths, options.cached) + NEW_TOKENS + 1
+    pages = longest // PAGE_SIZE + 2
+    directory = tempfile.mkdtemp(prefix=".bench-tiers-", dir=Path.cwd())
+    config = Config(
+        model=ModelOptions(model=options.model, dtype="bf16", max_model_len=longest),
+        cache=CacheOptions(page_size=PAGE_SIZE, num_pages=pages + NEW_TOKENS // PAGE_SIZE),
+        tiers=TierOptions(host_memory="2GB", storage=directory, storage_size="4GB"),
+    )
+    hooks = _Hooks()
+    core = build_core(config, hooks, ())
+    try:
+        yield TtftRig(core, hooks)
+    finally:
+        core.close()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _warm_up(rig: TtftRig, cached: int) -> None:
+    """Every way once: threads, buffers, and the cost model's first measurements."""
+    prefix = rig.fresh(min(512, cached))
+    rig.ask(prefix)
+    for forget in (rig.forget_device, rig.forget_host):
+        forget()
+        rig.ask(prefix + rig.fresh(NEW_TOKENS))
+
+
+def _sample(rig: TtftRig, prefix: list[int], tier: str) -> float:
+    """One request whose prefix comes from `tier`."""
+    if tier == "host":
+        rig.forget_device()
+    elif tier == "storage":
+        rig.forget_host()
+    seconds, cached = rig.ask(prefix + rig.fresh(NEW_TOKENS))
+    got = getattr(cached, tier)
+    whole = len(prefix) // PAGE_SIZE * PAGE_SIZE
+    assert got >= whole // 2, f"asked for {whole} tokens from {tier}, got {cached}"
+    return seconds
+
+
+def _pairs(
+    count: int, first: Callable[[], float], second: Callable[[], float]
+) -> list[tuple[float, float]]:
+    """Interleaved, in alternating order."""
+    out = []
+    for index in range(count):
+        if index % 2:
+            b, a = second(), first()
+        else:
+            a, b = first(), second()
+        out.append((a, b))
+    return out
+
+
+def _two_ratios(rig: TtftRig, options: TtftOptions) -> list[dict[str, Any]]:
+    prefix = rig.fresh(options.cached)
+    cold = [rig.ask(prefix + rig.fresh(NEW_TOKENS))[0]]
+    cold += [
+        rig.ask(rig.fresh(options.cached + NEW_TOKENS))[0] for _ in range(options.cold_samples - 1)
+    ]
+    rig.forget_host()
+    rig.ask(prefix + rig.fresh(NEW_TOKENS))  # back on the device
+    device_host = _pairs(
+        options.pairs,
+        lambda: _sample(rig, prefix, "device"),
+        lambda: _sample(rig, prefix, "host"),
+    )
+    storage = [_sample(rig, prefix, "storage") for _ in range(max(3, options.pairs // 3))]
+    return [
+        _result(
+            "host_hit_over_device_hit_ttft",
+            statistics.median(host / device for device, host in device_host),
+            {"device_s": [d for d, _ in device_host], "host_s": [h for _, h in device_host]},
+        ),
+        _result(
+            "storage_hit_over_cold_ttft",
+            statistics.median(storage) / statistics.median(cold),
+            {"storage_s": storage, "cold_s": cold},
+        ),
+    ]
+
+
+def _worst_tier(rig: TtftRig, options: TtftOptions) -> list[dict[str, Any]]:
+    """What the engine chooses by itself against the better of always loading and never."""
+    bounds: dict[str, float] = {}
+    controls: list[tuple[float, float]] = []
+    for length in options.lengths:
+        prefix = rig.fresh(length)
+        recompute_s = rig.ask(prefix)[0]
+        for tier in ("host", "storage"):
+            load_s = min(_sample(rig, prefix, tier) for _ in range(2))
+            one = lambda tier=tier, prefix=prefix: _sample(rig, prefix, tier)  # noqa: E731
+            if load_s <= recompute_s:
+                pairs = _pairs(options.pairs, one, one)
+            else:
+                cold = lambda n=length: rig.ask(rig.fresh(n + NEW_TOKENS))[0]  # noqa: E731
+                pairs = _pairs(options.pairs, one, cold)
+            bounds[f"{tier}_{length}"] = upper_bound([a / b for a, b in pairs])
+        controls += _pairs(options.pairs, *[lambda p=prefix: _sample(rig, p, "device")] * 2)
+    return [
+        _result("worst_tier_over_best_bound", max(bounds.values()), bounds),
+        _result("aa_control", upper_bound([a / b for a, b in controls]), len(controls)),
+    ]
+
+
+def upper_bound(ratios: list[float]) -> float:
+    """The 95 % upper bound of the median, by seeded resampling."""
+    rng = random.Random(len(ratios))
+    medians = sorted(
+        statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(_RESAMPLES)
+    )
+    return medians[int(0.95 * _RESAMPLES)]
+
+
+def _result(name: str, value: float, samples: Any) -> dict[str, Any]:
+    return {"name": name, "value": round(value, 4), "unit": "ratio", "samples": samples}
