@@ -84,6 +84,7 @@ def _worker_options(config: Config, hooks: BuildHooks, dtype: str) -> WorkerOpti
         max_model_len=config.model.max_model_len,
         max_prefill_tokens=config.scheduler.max_prefill_tokens,
         threads=config.runtime.threads or usable_cpus(),
+        kernels=config.runtime.kernels,
         hooks=Hooks(on_layer=hooks.on_layer),
     )
 
@@ -130,4 +131,5 @@ def _facts(
         load_s=time.monotonic() - start_s,
         prefix_cache=config.cache.prefix_cache,
         schedule_policy=config.scheduler.schedule_policy,
+        kernels=loaded.kernels,
     )

@@ -8,17 +8,16 @@ from pathlib import Path
 
 import torch
 
-from phloem.attention import GatherAttention, ReferenceAttention
 from phloem.config.checkpoint import read_model_config
 from phloem.config.model import ModelConfig
 from phloem.core.errors import ConfigError
-from phloem.kernels import make_ops
 from phloem.kv.layout import PageLayout, default_head_groups
 from phloem.kv.sizing import num_pages_for, pages_for_tokens
 from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
-from phloem.models import Decoder, load_weights
+from phloem.models import load_weights
 from phloem.pools import DevicePool
 from phloem.pools.device import torch_dtype
+from phloem.worker.forward import choose_kernels, make_forward
 from phloem.worker.memory import activation_bytes
 from phloem.worker.rows import RowTables
 from phloem.worker.runner import Hooks, Runner
@@ -44,7 +43,7 @@ class WorkerOptions:
     max_model_len: int | None = None
     max_prefill_tokens: int = 16384
     threads: int | None = None
-    ops: str = "torch"
+    kernels: str = "auto"  # see `worker.forward.KERNELS`
     hooks: Hooks = field(default_factory=Hooks)
     inline: bool = False
 
@@ -60,6 +59,7 @@ class LoadedWorker:
     num_pages: int
     max_model_len: int
     weight_bytes: int
+    kernels: str  # what "auto" came to
     activation_bytes: int
 
     @property
@@ -96,20 +96,23 @@ def load_worker(
             raise ConfigError(f"threads must be at least 1, got {options.threads}")
         torch.set_num_threads(options.threads)
     config = read_model_config(path)
+    kernels = choose_kernels(options.kernels, device, config)
     max_len = _max_model_len(options, config)
     spec = kv_spec(config, dtype=dtype, page_size=options.page_size)
     num_pages = _num_pages(options, spec)
     weights = load_weights(
         path, config, dtype=torch_dtype(dtype), device=device, on_progress=on_progress
     )
-    ops = make_ops(options.ops)
     layout = PageLayout(spec, num_pages, default_head_groups(config.num_kv_heads))
     pool = DevicePool(layout, device=device)
-    slow = options.ops == "reference"
+    forward = make_forward(
+        kernels, config, weights, pool, num_positions=max_len, threads=options.threads
+    )
+    del weights  # native kernels hold their own
     runner = Runner(
-        Decoder(config, weights, ops=ops, num_positions=max_len),
+        forward.model,
         pool,
-        attention=ReferenceAttention(pool.buffer) if slow else GatherAttention(pool.buffer, ops),
+        attention=forward.attention,
         tables=RowTables(
             max_running=options.max_running,
             max_pages=pages_for_tokens(max_len, options.page_size),
@@ -123,7 +126,8 @@ def load_worker(
         pool=pool,
         num_pages=num_pages,
         max_model_len=max_len,
-        weight_bytes=weights.num_bytes,
+        weight_bytes=forward.weight_bytes,
+        kernels=forward.kernels,
         activation_bytes=activation_bytes(
             config, options.max_prefill_tokens, dtype=dtype, max_running=options.max_running
         ),

@@ -18,7 +18,7 @@ from torch import Tensor
 from phloem.attention import AttentionBackend
 from phloem.core.plan import RowResult, StepPlan, StepResult
 from phloem.core.refs import slots_of
-from phloem.models import Decoder
+from phloem.models import Forward
 from phloem.pools import DevicePool
 from phloem.worker.inputs import StepInputs, build_inputs
 from phloem.worker.memory import logits_rows_per_pass
@@ -53,7 +53,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Forward,
         pool: DevicePool,
         *,
         attention: AttentionBackend[Any],
