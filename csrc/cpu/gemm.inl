@@ -74,7 +74,7 @@ static void micro(const float *a, int64_t a_stride, const WT *b, int64_t b_panel
     for (; kk + 2 <= k; kk += 2) {
         // Panels are read front to back; the hardware's own prefetch starts too late for DRAM.
 #pragma GCC unroll 4
-        for (int j = 0; MR <= 2 && j < NP; ++j)
+        for (int j = 0; j < NP; ++j)
             __builtin_prefetch((const char *)(b + j * b_panel) + kPrefetchBytes);
         step<WT, MR, NP, A, 0>(a, a_stride, b, b_panel, kk, acc);
         step<WT, MR, NP, A, 1>(a, a_stride, b, b_panel, kk + 1, acc);

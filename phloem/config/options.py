@@ -198,6 +198,9 @@ class RuntimeOptions:
     """The process itself."""
 
     threads: int = setting(0, "CPU threads of the model; 0: one per usable core", low=0, high=1024)
+    kernels: Literal["auto", "native", "torch"] = setting(
+        "auto", "what computes the model; auto: native where it is built and known to be faster"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "how much is logged")
 
     def __post_init__(self) -> None:

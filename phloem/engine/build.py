@@ -116,6 +116,7 @@ def _worker_options(config: Config, hooks: BuildHooks, path: Path) -> WorkerOpti
         max_model_len=config.model.max_model_len,
         max_prefill_tokens=config.scheduler.max_prefill_tokens,
         threads=config.runtime.threads or usable_cpus(),
+        kernels=config.runtime.kernels,
         hooks=Hooks(on_layer=hooks.on_layer),
         host_pages=num_host,
     )
@@ -163,6 +164,7 @@ def _facts(
         load_s=time.monotonic() - start_s,
         prefix_cache=config.cache.prefix_cache,
         schedule_policy=config.scheduler.schedule_policy,
+        kernels=loaded.kernels,
         host_pages=options.host_pages,
         storage=config.tiers.storage,
     )

@@ -21,6 +21,7 @@ class EngineFacts:
     load_s: float
     prefix_cache: bool
     schedule_policy: str
+    kernels: str = "torch"
     host_pages: int = 0
     storage: str | None = None  # the directory it started with
 
@@ -41,7 +42,7 @@ def startup_rows(facts: EngineFacts) -> list[tuple[str, str]]:
         ("model", f"{card.name} ({card.architecture})"),
         ("file", card.path),
         ("dtype", card.dtype),
-        ("device", f"{card.device}, {facts.threads} threads"),
+        ("device", f"{card.device}, {facts.threads} threads, {facts.kernels} kernels"),
         ("context", f"{card.max_model_len:,} tokens"),
         ("page size", f"{card.page_size} tokens ({format_bytes(card.page_bytes)})"),
         ("pages", f"{card.num_pages:,}"),

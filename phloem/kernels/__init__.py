@@ -7,9 +7,17 @@ from phloem.kernels.buffer import KVBuffer
 from phloem.kernels.merge import merge_partials
 from phloem.kernels.reference import ReferenceOps
 from phloem.kernels.table import Ops
-from phloem.kernels.torch_ops import TorchOps
+from phloem.kernels.torch_ops import TorchOps, cpu_multiplies_bf16
 
-__all__ = ["KVBuffer", "Ops", "ReferenceOps", "TorchOps", "make_ops", "merge_partials"]
+__all__ = [
+    "KVBuffer",
+    "Ops",
+    "ReferenceOps",
+    "TorchOps",
+    "cpu_multiplies_bf16",
+    "make_ops",
+    "merge_partials",
+]
 
 
 def make_ops(name: str) -> Ops:

@@ -220,7 +220,7 @@ class NativeKernels:
     def embedding(self, ids: Tensor, table: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """Rows `ids` (m,) of table (vocab, d). Raises ValueError for an id outside the table."""
         ids32, table = ids.to(torch.int32).contiguous(), table.contiguous()
-        out = torch.empty((len(ids32), table.shape[1]), dtype=dtype or table.dtype)
+        out = torch.empty((len(ids), table.shape[1]), dtype=dtype or table.dtype)
         self._check(
             self._lib.phloem_embedding(
                 self._ctx,
@@ -253,17 +253,10 @@ class NativeKernels:
         `norms`: fp32 weights of q's and k's per-head norm, which comes first.
         """
         k, v = (rows_of(t, "k, v") for t in kv_new)
-        args = abi.RopeArgs(
-            q=address(q),
-            k=address(k),
-            v=address(v),
-            q_stride=0 if q is None else q.stride(0),
-            k_stride=k.stride(0),
-            v_stride=v.stride(0),
-            dtype=dtype_number(k),
-            num_heads=0 if q is None else q.shape[1],
-            norm_eps=eps,
-        )
+        args = abi.RopeArgs(q=address(q), k=address(k), v=address(v), norm_eps=eps)
+        args.k_stride, args.v_stride, args.dtype = k.stride(0), v.stride(0), dtype_number(k)
+        if q is not None:
+            args.q_stride, args.num_heads = q.stride(0), q.shape[1]
         if angles is not None:
             args.cos, args.sin = (address(t) for t in angles)
             args.max_position, args.rotary_dim = angles[0].shape[0], 2 * angles[0].shape[1]
@@ -347,9 +340,7 @@ class NativeKernels:
 
     def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor, float]:
         """The k greatest of logits (n,), descending, lower index first; and the log-sum-exp."""
-        values = torch.empty(k, dtype=torch.float32)
-        indices = torch.empty(k, dtype=torch.int64)
-        lse = c.c_float()
+        values, indices, lse = torch.empty(k), torch.empty(k, dtype=torch.int64), c.c_float()
         self._check(
             self._lib.phloem_top_k(
                 self._ctx,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from phloem.models.decoder import MLP_CHUNK_TOKENS, Decoder
 from phloem.models.family import family_of
+from phloem.models.forward import Forward
 from phloem.models.loading import load_weights
 
-__all__ = ["MLP_CHUNK_TOKENS", "Decoder", "family_of", "load_weights"]
+__all__ = ["MLP_CHUNK_TOKENS", "Decoder", "Forward", "family_of", "load_weights"]

@@ -22,6 +22,7 @@ __all__ = ["SimStorage", "SimTransfers", "TransferCosts"]
 
 Memory = npt.NDArray[np.int64]
 _POISON = -2
+EAGER = 0.3  # of the transfers have moved their pages as soon as they may start
 _HOST_READS = (TransferKind.LOAD_BACK, TransferKind.BACKUP_STORAGE)
 
 
@@ -156,6 +157,8 @@ class SimTransfers:
                 flight.due_s = start + flight.seconds
                 flight.move_at += start
                 self._free_at[kind] = flight.due_s
+                if self._rng.random() < EAGER:
+                    self._move(flight)
 
     def _advance(self) -> None:
         now = self._clock.now_s()

@@ -9,19 +9,18 @@ from pathlib import Path
 
 import torch
 
-from phloem.attention import GatherAttention, ReferenceAttention
 from phloem.config.checkpoint import read_model_config
 from phloem.config.model import ModelConfig
 from phloem.core.clock import MonotonicClock
 from phloem.core.errors import ConfigError
-from phloem.kernels import Ops, make_ops
 from phloem.kv.layout import PageLayout, default_head_groups
 from phloem.kv.sizing import num_pages_for, pages_for_tokens
 from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
-from phloem.models import Decoder, load_weights
+from phloem.models import load_weights
 from phloem.pools import DevicePool, HostArena
 from phloem.pools.device import torch_dtype
 from phloem.transfer import TransferEngine, TransferHooks, make_copier
+from phloem.worker.forward import choose_kernels, make_forward
 from phloem.worker.memory import activation_bytes
 from phloem.worker.rows import RowTables
 from phloem.worker.runner import Hooks, Runner
@@ -48,7 +47,7 @@ class WorkerOptions:
     max_model_len: int | None = None
     max_prefill_tokens: int = 16384
     threads: int | None = None
-    ops: str = "torch"
+    kernels: str = "auto"  # see `worker.forward.KERNELS`
     hooks: Hooks = field(default_factory=Hooks)
     inline: bool = False
     host_pages: int = 0  # 0: no host tier
@@ -66,6 +65,7 @@ class LoadedWorker:
     num_pages: int
     max_model_len: int
     weight_bytes: int
+    kernels: str  # what "auto" came to
     activation_bytes: int
     host: HostArena | None = None
     transfers: TransferEngine | None = None  # close it after the worker
@@ -107,23 +107,24 @@ def load_worker(
             raise ConfigError(f"threads must be at least 1, got {options.threads}")
         torch.set_num_threads(options.threads)
     config = read_model_config(path)
+    kernels = choose_kernels(options.kernels, device, config)
     max_len = _max_model_len(options, config)
     spec = kv_spec(config, dtype=dtype, page_size=options.page_size)
     num_pages = _num_pages(options, spec)
     weights = load_weights(
         path, config, dtype=torch_dtype(dtype), device=device, on_progress=on_progress
     )
-    ops = make_ops(options.ops)
-    pool = DevicePool(
-        PageLayout(spec, num_pages, default_head_groups(config.num_kv_heads)), device=device
-    )
+    layout = PageLayout(spec, num_pages, default_head_groups(config.num_kv_heads))
+    pool = DevicePool(layout, device=device)
     arena, transfers = _host_tier(options, pool)
-    slow = options.ops == "reference"
-    model = Decoder(config, weights, ops=ops, num_positions=max_len)
+    forward = make_forward(
+        kernels, config, weights, pool, num_positions=max_len, threads=options.threads
+    )
+    del weights  # native kernels hold their own
     runner = Runner(
-        model,
+        forward.model,
         pool,
-        attention=ReferenceAttention(pool.buffer) if slow else GatherAttention(pool.buffer, ops),
+        attention=forward.attention,
         tables=RowTables(
             max_running=options.max_running,
             max_pages=pages_for_tokens(max_len, options.page_size),
@@ -138,18 +139,25 @@ def load_worker(
         pool=pool,
         num_pages=num_pages,
         max_model_len=max_len,
-        weight_bytes=weights.num_bytes,
+        weight_bytes=forward.weight_bytes,
+        kernels=forward.kernels,
         activation_bytes=activation_bytes(
             config, options.max_prefill_tokens, dtype=dtype, max_running=options.max_running
         ),
         host=arena,
         transfers=transfers,
-        reload=partial(_reload, runner, config=config, dtype=dtype, ops=ops, num_positions=max_len),
+        reload=partial(_reload, runner, pool, options, config=config, num_positions=max_len),
     )
 
 
 def _reload(
-    runner: Runner, path: Path, *, config: ModelConfig, dtype: KVDtype, ops: Ops, num_positions: int
+    runner: Runner,
+    pool: DevicePool,
+    options: WorkerOptions,
+    path: Path,
+    *,
+    config: ModelConfig,
+    num_positions: int,
 ) -> Callable[[], None]:
     found = read_model_config(path)
     if found != config:
@@ -157,12 +165,19 @@ def _reload(
             f"{path} is another model ({found.architecture}, {found.num_layers} layers); weights "
             "can be updated only by those of the same architecture and configuration"
         )
-    device = runner.model.device
-    weights = load_weights(path, config, dtype=torch_dtype(dtype), device=device)
-    model = Decoder(config, weights, ops=ops, num_positions=num_positions)
+    device = _device(options.device)
+    weights = load_weights(path, config, dtype=torch_dtype(_dtype(options.dtype)), device=device)
+    forward = make_forward(
+        choose_kernels(options.kernels, device, config),
+        config,
+        weights,
+        pool,
+        num_positions=num_positions,
+        threads=options.threads,
+    )
 
     def swap() -> None:
-        runner.model = model
+        runner.replace(forward.model, forward.attention)
 
     return swap
 

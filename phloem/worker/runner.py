@@ -19,7 +19,7 @@ from phloem.attention import AttentionBackend
 from phloem.core.plan import RowResult, StepPlan, StepResult
 from phloem.core.refs import slots_of
 from phloem.core.transfer import LayerGate
-from phloem.models import Decoder
+from phloem.models import Forward
 from phloem.pools import DevicePool
 from phloem.worker.inputs import StepInputs, build_inputs
 from phloem.worker.layer_waits import LayerWaits
@@ -55,7 +55,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Forward,
         pool: DevicePool,
         *,
         attention: AttentionBackend[Any],
@@ -68,14 +68,9 @@ class Runner:
         self._cancelled: set[int] = set()  # serials; written by another thread
         self._stopped = False
 
-    @property
-    def model(self) -> Decoder:
-        """The decoder, to be replaced only while no plan is in flight."""
-        return self._model
-
-    @model.setter
-    def model(self, model: Decoder) -> None:
-        self._model = model
+    def replace(self, model: Forward, attention: AttentionBackend[Any]) -> None:
+        """Other weights from now on; only while no plan is in flight."""
+        self._model, self._attention = model, attention
 
     def cancel(self, serial: int) -> None:
         """See `Worker.cancel`. From any thread."""

@@ -76,6 +76,7 @@ def test_yaml_can_hold_every_flag(tmp_path: Path) -> None:
         "api_key": "k",
         "drain_timeout_s": 1.5,
         "threads": 2,
+        "kernels": "native",
         "log_level": "error",
     }
     assert set(values) == {item.name for _, item in ALL}

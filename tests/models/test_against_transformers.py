@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kernels.native_build import native_library
 from tests.models.checkpoints import FAMILIES, make_checkpoint
 from tests.models.driver import Driver, load
 
@@ -42,15 +43,22 @@ def case(request, tmp_path_factory):
     return Case(folder, make_checkpoint(request.param, folder))
 
 
+@pytest.fixture(params=["torch", "native"])
+def kernels(request) -> str:
+    if request.param == "native":
+        native_library()
+    return request.param
+
+
 def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("pages_per_chunk", [1, 2, 3, None])
-def test_logits_at_every_position_in_any_chunking(case, page_size, pages_per_chunk):
+def test_logits_at_every_position_in_any_chunking(case, page_size, pages_per_chunk, kernels):
     ids = prompt(53)
-    driver = Driver(load(case.path, page_size=page_size))
+    driver = Driver(load(case.path, page_size=page_size, kernels=kernels))
     driver.admit(0, ids)
     chunk = len(ids) if pages_per_chunk is None else pages_per_chunk * page_size
     for start in range(0, len(ids), chunk):
@@ -59,9 +67,9 @@ def test_logits_at_every_position_in_any_chunking(case, page_size, pages_per_chu
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_ragged_batches_of_prefills_and_decodes(case, page_size):
+def test_ragged_batches_of_prefills_and_decodes(case, page_size, kernels):
     """Rows in different states share every step; each equals the oracle alone on its tokens."""
-    driver = Driver(load(case.path, page_size=page_size))
+    driver = Driver(load(case.path, page_size=page_size, kernels=kernels))
     prompts = {row: prompt(length, row) for row, length in enumerate((5, 37, 16, 1, 23))}
     done = dict.fromkeys(prompts, 0)
     for row, ids in prompts.items():
@@ -87,10 +95,10 @@ def test_ragged_batches_of_prefills_and_decodes(case, page_size):
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_a_prefix_computed_by_another_row_is_reused(case, page_size):
+def test_a_prefix_computed_by_another_row_is_reused(case, page_size, kernels):
     """The second row's table points at pages which the first one filled."""
     shared, tail = prompt(32), prompt(9, 1)
-    driver = Driver(load(case.path, page_size=page_size))
+    driver = Driver(load(case.path, page_size=page_size, kernels=kernels))
     driver.admit(0, shared)
     driver.step(driver.chunk(0, shared, 0, len(shared)))
     ids = shared + tail
@@ -102,17 +110,17 @@ def test_a_prefix_computed_by_another_row_is_reused(case, page_size):
 
 def test_the_reference_ops_agree_as_well(case):
     ids = prompt(21)
-    driver = Driver(load(case.path, page_size=4, ops="reference"))
+    driver = Driver(load(case.path, page_size=4, kernels="reference"))
     driver.admit(0, ids)
     driver.step(driver.chunk(0, ids, 0, 13))
     driver.step(driver.chunk(0, ids, 13, 21))
     assert relative_error(driver.logits_of(0), case.logits(ids)) < TOLERANCE
 
 
-def test_bf16_stays_within_its_rounding(case):
+def test_bf16_stays_within_its_rounding(case, kernels):
     """Against the fp32 oracle: an error of a few bf16 roundings (2^-8), and never a wild one."""
     ids = prompt(40)
-    driver = Driver(load(case.path, page_size=16, dtype="bf16"))
+    driver = Driver(load(case.path, page_size=16, dtype="bf16", kernels=kernels))
     driver.admit(0, ids)
     driver.step(driver.chunk(0, ids, 0, 16))
     driver.step(driver.chunk(0, ids, 16, 40))

@@ -1,0 +1,96 @@
+"""Which code computes the forward pass: native kernels, PyTorch's, or the slow reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phloem.attention import AttentionBackend, GatherAttention, ReferenceAttention
+from phloem.config.model import ModelConfig
+from phloem.core.errors import ConfigError
+from phloem.kernels import cpu_multiplies_bf16, make_ops
+from phloem.layers import DecoderWeights
+from phloem.models import Decoder, Forward
+from phloem.pools import DevicePool
+
+__all__ = ["KERNELS", "ForwardPass", "choose_kernels", "make_forward"]
+
+KERNELS = ("auto", "native", "torch", "reference")
+PANEL = 16  # columns that native kernels pack together
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPass:
+    """A model and the attention that belongs to it. `kernels` is what was chosen."""
+
+    kernels: str
+    model: Forward
+    attention: AttentionBackend[Any]
+    weight_bytes: int
+
+
+def choose_kernels(name: str, device: torch.device, config: ModelConfig) -> str:
+    """What "auto" means here. Raises ConfigError for a name or a combination that cannot be.
+
+    On a CPU with bf16 matrix instructions PyTorch's products are still the faster ones.
+    """
+    if name not in KERNELS:
+        raise ConfigError(f"unknown kernels {name!r}; known: {', '.join(KERNELS)}")
+    if name == "native" and device.type != "cpu":
+        raise ConfigError(f"--kernels native runs on a CPU only, not on {device.type}")
+    fits = config.intermediate_size % PANEL == 0
+    if name == "native" and not fits:
+        raise ConfigError(
+            f"--kernels native needs an intermediate size that {PANEL} divides, and this model's "
+            f"is {config.intermediate_size}; use --kernels torch"
+        )
+    if name != "auto":
+        return name
+    from phloem.kernels.native_abi import native_available
+
+    wanted = fits and device.type == "cpu" and not cpu_multiplies_bf16()
+    return "native" if wanted and native_available() else "torch"
+
+
+def make_forward(
+    kernels: str,
+    config: ModelConfig,
+    weights: DecoderWeights,
+    pool: DevicePool,
+    *,
+    num_positions: int,
+    threads: int | None,
+) -> ForwardPass:
+    """Join weights and pool; `kernels` as `choose_kernels` answered.
+
+    Native kernels pack the weights: nothing keeps those of `weights` alive but its owner.
+    """
+    if kernels == "native":
+        return _native(config, weights, pool, num_positions=num_positions, threads=threads)
+    ops = make_ops(kernels)
+    slow = kernels == "reference"
+    attention = ReferenceAttention(pool.buffer) if slow else GatherAttention(pool.buffer, ops)
+    model = Decoder(config, weights, ops=ops, num_positions=num_positions)
+    return ForwardPass(kernels, model, attention, weights.num_bytes)
+
+
+def _native(
+    config: ModelConfig,
+    weights: DecoderWeights,
+    pool: DevicePool,
+    *,
+    num_positions: int,
+    threads: int | None,
+) -> ForwardPass:
+    # Imported here: a library that is loaded only where it is used.
+    from phloem.attention.native import NativeAttention
+    from phloem.kernels.native import NativeKernels
+    from phloem.models.native_decoder import NativeDecoder
+
+    library = NativeKernels(threads=threads)
+    model = NativeDecoder(
+        config, weights, kernels=library, buffer=pool.buffer, num_positions=num_positions
+    )
+    return ForwardPass("native", model, NativeAttention(pool.buffer, library), model.weight_bytes)
