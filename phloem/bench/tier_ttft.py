@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from phloem.core.namespace import make_namespace
 from phloem.core.request import CachedTokens, GenerateRequest, OutputChunk, SamplingParams
 from phloem.core.tokens import tokens_to_bytes
 from phloem.engine.loop_core import LoopCore
+from phloem.tiers import Forced
 
 __all__ = ["TtftOptions", "TtftRig", "measure_ttft", "upper_bound"]
 
@@ -73,6 +75,12 @@ class TtftRig:
         self._cache = core.loop.scheduler.cache
         self._rng = random.Random("ttft")
         self._serial = 0
+
+    def force(self, way: Forced | None) -> None:
+        """From now on always load, always recompute, or (None) as the engine chooses."""
+        tiers = self._core.loop.scheduler.tiers
+        assert tiers is not None, "the rig has tiers"
+        tiers.cost.forced = way
 
     def fresh(self, count: int) -> list[int]:
         """Tokens that no one has sent before."""
@@ -133,7 +141,12 @@ def _rig(options: TtftOptions) -> Iterator[TtftRig]:
     config = Config(
         model=ModelOptions(model=options.model, dtype="bf16", max_model_len=longest),
         cache=CacheOptions(page_size=PAGE_SIZE, num_pages=pages + NEW_TOKENS // PAGE_SIZE),
-        tiers=TierOptions(host_memory="2GB", storage=directory, storage_size="4GB"),
+        tiers=TierOptions(  # every tier is to be timed, also where computing would be sooner
+            host_memory="2GB",
+            storage=directory,
+            storage_size="4GB",
+            prefetch_policy="wait_complete",
+        ),
     )
     hooks = _Hooks()
     core = build_core(config, hooks, ())
@@ -153,16 +166,19 @@ def _warm_up(rig: TtftRig, cached: int) -> None:
         rig.ask(prefix + rig.fresh(NEW_TOKENS))
 
 
-def _sample(rig: TtftRig, prefix: list[int], tier: str) -> float:
-    """One request whose prefix comes from `tier`."""
+def _sample(rig: TtftRig, prefix: list[int], tier: str, way: Forced | None = Forced.LOAD) -> float:
+    """One request whose prefix is in `tier`; `way` None: the engine chooses what to do with it."""
     if tier == "host":
         rig.forget_device()
     elif tier == "storage":
         rig.forget_host()
+    rig.force(way)
     seconds, cached = rig.ask(prefix + rig.fresh(NEW_TOKENS))
-    got = getattr(cached, tier)
+    rig.force(None)
     whole = len(prefix) // PAGE_SIZE * PAGE_SIZE
-    assert got >= whole // 2, f"asked for {whole} tokens from {tier}, got {cached}"
+    if way is Forced.LOAD:
+        got = getattr(cached, tier)
+        assert got == whole, f"asked for {whole} tokens from {tier}, got {cached}"
     return seconds
 
 
@@ -214,17 +230,18 @@ def _worst_tier(rig: TtftRig, options: TtftOptions) -> list[dict[str, Any]]:
     controls: list[tuple[float, float]] = []
     for length in options.lengths:
         prefix = rig.fresh(length)
-        recompute_s = rig.ask(prefix)[0]
+        rig.ask(prefix)
         for tier in ("host", "storage"):
-            load_s = min(_sample(rig, prefix, tier) for _ in range(2))
-            one = lambda tier=tier, prefix=prefix: _sample(rig, prefix, tier)  # noqa: E731
-            if load_s <= recompute_s:
-                pairs = _pairs(options.pairs, one, one)
-            else:
-                cold = lambda n=length: rig.ask(rig.fresh(n + NEW_TOKENS))[0]  # noqa: E731
-                pairs = _pairs(options.pairs, one, cold)
+            ways = {way: _sample(rig, prefix, tier, way) for way in Forced}
+            best = min(ways, key=lambda way: ways[way])
+            pairs = _pairs(
+                options.pairs,
+                partial(_sample, rig, prefix, tier, None),
+                partial(_sample, rig, prefix, tier, best),
+            )
             bounds[f"{tier}_{length}"] = upper_bound([a / b for a, b in pairs])
-        controls += _pairs(options.pairs, *[lambda p=prefix: _sample(rig, p, "device")] * 2)
+        one = partial(_sample, rig, prefix, "device")
+        controls += _pairs(options.pairs, one, one)
     return [
         _result("worst_tier_over_best_bound", max(bounds.values()), bounds),
         _result("aa_control", upper_bound([a / b for a, b in controls]), len(controls)),

@@ -24,7 +24,7 @@ from phloem.core.clock import Clock
 from phloem.core.tokens import TOKEN_BYTES
 from phloem.core.transfer import TransferKind, TransferResult
 from phloem.tiers.config import TierConfig
-from phloem.tiers.cost import CostModel
+from phloem.tiers.cost import CostModel, Forced
 from phloem.tiers.flights import Flights
 from phloem.tiers.keys import Links
 
@@ -105,6 +105,8 @@ class Prefetches:
         prefetch = self._by_request.get(request_id)
         if prefetch is None or prefetch.phase is _Phase.DONE:
             return True
+        if self._cost.forced is not None:
+            return self._cost.forced is Forced.RECOMPUTE
         policy = self._config.prefetch_policy
         if policy == "best_effort":
             return True
@@ -181,6 +183,8 @@ class Prefetches:
 
     def _pays(self, num_pages: int) -> bool:
         """Reading is expected to be sooner than computing, when anything is known of reading."""
+        if self._config.prefetch_policy == "wait_complete":
+            return True  # whoever chose it wants what is there
         line = self._cost.transfers[TransferKind.PREFETCH]
         compute_s = self._cost.prefill.seconds(num_pages * self._cache.page_size)
         return not line.measured or line.seconds(num_pages) < compute_s
