@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from phloem.tiers.config import PREFETCH_POLICIES, WRITE_POLICIES, TierConfig
 from phloem.tiers.controller import LoadEnd, StorageKeys, TierController
-from phloem.tiers.cost import CostModel
+from phloem.tiers.cost import CostModel, Forced
 
 __all__ = [
     "PREFETCH_POLICIES",
     "WRITE_POLICIES",
     "CostModel",
+    "Forced",
     "LoadEnd",
     "StorageKeys",
     "TierConfig",

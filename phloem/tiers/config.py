@@ -27,7 +27,6 @@ class TierConfig:
     selective_threshold: int = 2  # uses of a page before write_through_selective copies it
     prefetch_timeout_s: float = 2.0  # of the policy `timeout`, and the most that `auto` waits
     storage_deadline_s: float = 10.0  # of one transfer to or from storage
-    recompute_only: bool = False  # never load: for comparisons
 
     def __post_init__(self) -> None:
         for name, known in (

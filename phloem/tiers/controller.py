@@ -89,7 +89,7 @@ class TierController:
 
     def loadable_pages(self, match: Match, num_tokens: int) -> int:
         """How many of the match's host pages to load for a request of `num_tokens` in all."""
-        if not match.host_pages or self.config.recompute_only:
+        if not match.host_pages:
             return 0
         reached = (match.num_pages + match.host_pages) * self._page_size
         choice = self.cost.choose_load(match.host_pages, num_tokens - reached)

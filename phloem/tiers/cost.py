@@ -8,11 +8,13 @@ Both are lines, seconds = fixed + per_unit x units, fitted to what was measured,
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from phloem.core.transfer import TransferKind
 
-__all__ = ["CostModel", "Line", "LoadChoice"]
+__all__ = ["CostModel", "Forced", "Line", "LoadChoice"]
 
 _FORGET = 0.95  # weight of all earlier measurements against a new one
 
@@ -72,6 +74,13 @@ class LoadChoice:
     recompute_s: float
 
 
+class Forced(enum.Enum):
+    """A way that is taken whatever it costs: for comparisons."""
+
+    LOAD = "load"
+    RECOMPUTE = "recompute"
+
+
 class CostModel:
     """Measured costs of the loop's machine; the leader's alone."""
 
@@ -82,6 +91,7 @@ class CostModel:
         per_page = page_bytes / 2e9
         self.transfers = {kind: Line(0.0, per_page) for kind in TransferKind}
         self.prefill = Line(0.0, 1e-3)
+        self.forced: Forced | None = None  # set by whoever compares the ways
         self.chosen = {"load": 0, "part": 0, "recompute": 0}
 
     def observe_transfer(self, kind: TransferKind, pages: int, seconds: float) -> None:
@@ -116,6 +126,9 @@ class CostModel:
             computed = num_tokens + (num_pages - k) * size
             return max(load.seconds(k), self.prefill.seconds(computed))
 
+        if self.forced is not None:
+            low = num_pages if self.forced is Forced.LOAD else 0
+            return self._choice(low, num_pages, total_s)
         low, high = 0, num_pages
         while low < high:
             middle = (low + high + 1) // 2
@@ -125,9 +138,13 @@ class CostModel:
             else:
                 high = middle - 1
         best = min({0, low, min(low + 1, num_pages)}, key=lambda k: (total_s(k), -k))
+        return self._choice(best, num_pages, total_s)
+
+    @staticmethod
+    def _choice(pages: int, num_pages: int, total_s: Callable[[int], float]) -> LoadChoice:
         return LoadChoice(
-            pages=best,
-            chosen_s=total_s(best),
+            pages=pages,
+            chosen_s=total_s(pages),
             load_all_s=total_s(num_pages),
             recompute_s=total_s(0),
         )

@@ -24,7 +24,11 @@ PLAIN = (
     ("phloem bench prefix", "--model", "model to start, or its name at `--url`"),
     ("phloem bench prefix", "--api-key", "bearer token to send to `--url`"),
     ("phloem bench prefix", "--serve-flags", "flags of the server to start, in one argument"),
-    ("phloem bench tree", "--quick", "fewer samples (`sched`, `stores`, `kernels`, `tiers` as well)"),
+    (
+        "phloem bench tree",
+        "--quick",
+        "fewer samples (`sched`, `stores`, `kernels`, `tiers` as well)",
+    ),
 )
 SECTIONS: dict[str, tuple[type, ...]] = {
     "phloem serve": tuple(config_groups().values()),
