@@ -3,7 +3,8 @@
     write_through             when a request has computed its prompt, and when it ends
     write_through_selective   when a request ends, for pages that will be used again (see `reuse`)
     write_back                when they are about to leave the device
-    (a small host)            also then, whatever the policy: see `config.is_exclusive`
+    (a small host)            also then, whatever the policy: see `config.is_exclusive`; with
+                              storage, write_through passes pages through it at once all the same
 
 Pages that are about to leave are copied first and leave when they have arrived; who needs the room
 waits for it. What cannot be copied is tried again a few times, then dropped and counted by reason.
@@ -35,7 +36,8 @@ MOST_LOW_WATER = 64
 class HostBackups:
     """Decides and follows BACKUP_HOST transfers.
 
-    `on_backed_up(node, pages)` hears of pages that have arrived on the host, parents first.
+    `on_backed_up(node, pages)` hears of pages that have arrived on the host, parents first;
+    `is_congested()`: storage has enough to write, and a small host should take no more for it.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class HostBackups:
         config: TierConfig,
         reuse: Reuse,
         on_backed_up: Callable[[Node, int], None],
+        is_congested: Callable[[], bool],
     ) -> None:
         self._leader = cache.leader
         self._tree = cache.leader.tree
@@ -53,8 +56,11 @@ class HostBackups:
         self._reuse = reuse
         self._worth: dict[int, int] = {}  # selective: pages of a queued path that want a copy
         self._on_backed_up = on_backed_up
+        self._is_congested = is_congested
         host = cache.leader.host
         self.late = config.write_policy == "write_back" or host.exclusive
+        self._through = config.write_policy != "write_back"
+        self.to_storage = False  # there is a storage tier behind the host
         self._selective = config.write_policy == "write_through_selective"
         self._max_pages = max(1, min(MAX_PAGES, host.capacity // 4))
         self._low_water = min(MOST_LOW_WATER, cache.total_pages // LOW_WATER) if self.late else 0
@@ -68,6 +74,11 @@ class HostBackups:
         self.dropped: Counter[str] = Counter()  # pages by reason
 
     @property
+    def copies_at_once(self) -> bool:
+        """Pages are copied when they are there, not when they leave."""
+        return not self.late or (self._through and self.to_storage)
+
+    @property
     def num_queued(self) -> int:
         return len(self._queue)
 
@@ -77,9 +88,9 @@ class HostBackups:
             if not ended:
                 return
             worth = self._reuse.note(node)
-            if not self.late:
+            if self.copies_at_once:
                 self._worth[node.id] = worth
-        if not self.late:
+        if self.copies_at_once:
             self._enqueue(node.id)
 
     def pump(self) -> None:
@@ -89,6 +100,8 @@ class HostBackups:
         if len(self._flights) and self._flights.num_ended == self._blocked_at:
             return  # nothing has changed since there was no room
         self._blocked_at = -1
+        if self.late and self._is_congested():
+            return
         for _ in range(min(STARTS_PER_PASS, len(self._queue))):
             node_id = self._queue.popleft()
             self._queued.discard(node_id)

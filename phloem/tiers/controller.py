@@ -36,6 +36,7 @@ __all__ = ["LoadEnd", "StorageKeys", "TierController"]
 logger = logging.getLogger(__name__)
 
 FLUSH_WAIT_S = 0.01
+MAX_WRITES_QUEUED = 4  # paths; with more a small host takes no new pages for storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,14 @@ class TierController:
         self._page_size = cache.page_size
         self._flights = Flights(transfers, cache, self.cost)
         reuse = Reuse(config.selective_threshold)
-        self._backups = HostBackups(cache, self._flights, config, reuse, self._on_backed_up)
+        self._backups = HostBackups(
+            cache,
+            self._flights,
+            config,
+            reuse,
+            on_backed_up=self._on_backed_up,
+            is_congested=self._is_congested,
+        )
         self._ages = Ages()
         cache.leader.ages = cache.leader.host.ages = self._ages
         self._ended: list[LoadEnd] = []
@@ -261,7 +269,7 @@ class TierController:
         attached = self._storage is not None and self._storage.attached()
         if attached == self._has_storage or self._writes is None:
             return
-        self._has_storage = attached
+        self._has_storage = self._backups.to_storage = attached
         self._cache.leader.host.waits_for_storage = attached
         self._writes.forget()
         for node in self._cache.leader.host.not_stored() if attached else ():
@@ -288,6 +296,9 @@ class TierController:
             if self.busy:
                 self._flights.wait(FLUSH_WAIT_S)
         return sum(node.num_pages for node in todo) + self._flights.num_pages_in_flight
+
+    def _is_congested(self) -> bool:
+        return self._writes is not None and self._writes.num_queued > MAX_WRITES_QUEUED
 
     def _on_backed_up(self, node: Node, num_pages: int) -> None:  # noqa: ARG002
         """Pages have arrived on the host: write them on to storage."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from phloem.cache import HostTier, PrefixCache, check_invariants
+from phloem.cache import CacheState, HostTier, PrefixCache, check_invariants
 from phloem.core.clock import VirtualClock
 from phloem.core.namespace import make_namespace
 from phloem.core.plan import RowResult, StepPlan, StepResult
@@ -74,6 +74,8 @@ class Rig:
             host=HostTier(pages=host_pages, exclusive=is_exclusive(num_pages, host_pages)),
         )
         self.clock = VirtualClock()
+        self.follower = CacheState(page_size, (num_pages,), host_pages=host_pages)
+        self.cache.leader.log.attach(self.follower)
         self.model = hash_model(VOCAB) if model is None else model
         self.worker = RecordingWorker(
             self.model,
@@ -179,6 +181,7 @@ class Rig:
         self.check_answers()
         assert set(self.last) == set(self.requests), "some request never ended"
         check_invariants(self.cache, idle=True)
+        assert self.follower.digest() == self.cache.state.digest(), "replicas differ"
         assert self.cache.locked_pages == 0
         self.cache.flush()
         assert self.cache.free_pages == self.cache.total_pages

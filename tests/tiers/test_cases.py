@@ -307,6 +307,22 @@ def test_o24_leaves_do_not_reach_storage_without_their_head():
     assert sum(found) >= 0.95 * 20 * 12
 
 
+@pytest.mark.parametrize("host_pages", [20, 400])
+def test_write_through_has_stored_everything_before_the_process_dies(host_pages: int):
+    """No orderly shutdown: also with a host that keeps no copies of what the device holds."""
+    rng = random.Random(15)
+    storage = SimStorage()
+    rig = Rig(page_size=4, num_pages=100, host_pages=host_pages, storage=storage, tiers=WAIT)
+    prompts = [prompt_of(rng, 33) for _ in range(6)]
+    for number, prompt in enumerate(prompts):
+        ask(rig, str(number), prompt)
+    assert len(storage.pages) == 6 * 8
+    assert dict(rig.loop.stats().tiers.dropped_pages_total) == {}
+    after = Rig(page_size=4, num_pages=100, host_pages=host_pages, storage=storage, tiers=WAIT)
+    assert ask(after, "again", prompts[0]).storage == 32
+    after.check_idle()
+
+
 def test_o15_keys_do_not_depend_on_the_process_that_made_them():
     """Another generation of the same weights, in another process, finds what was stored."""
     from phloem.core.namespace import make_namespace
