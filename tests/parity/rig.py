@@ -36,6 +36,7 @@ from phloem.loop import EngineLoop
 from phloem.sched import Scheduler, SchedulerConfig
 from phloem.tiers import StorageKeys, TierConfig, TierController
 from phloem.tiers.config import is_exclusive
+from phloem.transfer import TransferHooks
 from phloem.worker import Hooks, LoadedWorker, WorkerOptions, load_worker
 
 __all__ = ["Answer", "Cold", "Rig"]
@@ -46,9 +47,7 @@ STORE_BYTES = 32 << 20
 NAMESPACE = make_namespace(model="tiny")
 
 
-def _load(
-    path: Path, page_size: int, num_pages: int, hooks: Hooks, *, inline: bool, host_pages: int
-) -> LoadedWorker:
+def _load(path: Path, page_size: int, num_pages: int, hooks: Hooks, **more: Any) -> LoadedWorker:
     options = WorkerOptions(
         dtype="fp32",
         page_size=page_size,
@@ -57,8 +56,7 @@ def _load(
         max_model_len=MAX_LEN,
         threads=1,
         hooks=hooks,
-        inline=inline,
-        host_pages=host_pages,
+        **more,
     )
     return load_worker(path, options)
 
@@ -122,12 +120,19 @@ class Rig:
         host_pages: int = 0,
         tiers: TierConfig | None = None,
         store: Path | PageStore | None = None,
+        transfer_hooks: TransferHooks | None = None,
     ) -> None:
         self.page_size = page_size
         self.logits: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
         hooks = Hooks(capture_logits=self._capture, nan_fill=True)
         self.loaded = _load(
-            path, page_size, num_pages, hooks, inline=not overlap, host_pages=host_pages
+            path,
+            page_size,
+            num_pages,
+            hooks,
+            inline=not overlap,
+            host_pages=host_pages,
+            transfer_hooks=transfer_hooks,
         )
         self.recorder = Recorder(self.loaded)
         self.cache = PrefixCache(

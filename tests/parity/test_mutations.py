@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 
 from phloem.cache.node import Node
 from phloem.core.plan import StepPlan
+from phloem.transfer import TransferEngine, TransferHooks
+from phloem.transfer.copier import CpuCopier
 from phloem.worker.rows import RowTables
 from phloem.worker.runner import Runner
 from tests.cache.test_mutations import never_lock
@@ -148,3 +151,66 @@ def test_a_broken_rule_is_noticed(
         with pytest.raises(AssertionError):
             check_all(rig, cold)
     rig.recorder.close()
+
+
+def skip_a_layers_wait(patch: pytest.MonkeyPatch) -> None:
+    """The worker does not wait for the layers of a load."""
+    patch.setattr(TransferEngine, "wait_layer", lambda self, ids, layer: None)
+
+
+def copy_the_wrong_layer(patch: pytest.MonkeyPatch) -> None:
+    """The last layer of a load is not moved."""
+    original = CpuCopier.to_device
+
+    def to_device(self, device, host, first, end) -> None:
+        last = min(end, self._num_layers - 1)
+        if first < last:
+            original(self, device, host, first, last)
+
+    patch.setattr(CpuCopier, "to_device", to_device)
+
+
+def backup_of_another_page(patch: pytest.MonkeyPatch) -> None:
+    original = CpuCopier.to_host
+
+    def to_host(self, device, host) -> None:
+        original(self, np.roll(device, 1), host)
+
+    patch.setattr(CpuCopier, "to_host", to_host)
+
+
+def chat(rig: Rig) -> None:
+    """Turns that come back after their pages have left the device."""
+    history = words(31, 10 * P)
+    for turn in range(4):
+        answer = rig.ask(history, P)
+        history = history + answer.tokens + words(32 + turn, P)
+        rig.ask(words(200 + turn, 20 * P), P)
+
+
+@pytest.mark.parametrize(
+    "mutate", [skip_a_layers_wait, copy_the_wrong_layer, backup_of_another_page]
+)
+def test_a_broken_rule_of_the_tiers_is_noticed(
+    tiny: Path,
+    cold: Cold,
+    monkeypatch: pytest.MonkeyPatch,
+    mutate: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    cold.answer(words(1, 3), 1)
+    hold = threading.Event()  # every layer of a load comes late, as it does on a slow machine
+    hooks = TransferHooks(before_chunk=lambda *_: hold.wait(0.003), whole_layers=True)
+    rig = Rig(tiny, page_size=P, num_pages=28, host_pages=200, transfer_hooks=hooks)
+    with monkeypatch.context() as patch:
+        mutate(patch)
+        try:
+            chat(rig)
+            stopped = rig.loop.dead
+        except AssertionError as error:
+            stopped = str(error)
+    assert rig.scheduler.tiers.cost.chosen["load"] > 0
+    if stopped is None:
+        with pytest.raises(AssertionError):
+            check_all(rig, cold)
+    rig.recorder.close()
+    rig.loaded.transfers.close()
