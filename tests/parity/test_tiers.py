@@ -192,3 +192,41 @@ class _Kept:
 
     def close(self) -> None:
         """The next engine reads it."""
+
+
+@pytest.mark.parametrize("policy", ["auto", "timeout", "best_effort"])
+def test_a_hung_backend_costs_a_bounded_wait_and_comes_back_by_itself(
+    tiny: Path, cold: Cold, policy: str
+) -> None:
+    """Every call hangs, then the backend recovers: answers are cold's all the time."""
+    memory = MemoryBackend(8 << 20)
+    config = TierConfig(prefetch_policy=policy, prefetch_timeout_s=0.05, storage_deadline_s=0.05)
+    shape = {"page_size": 4, "num_pages": 60, "host_pages": 120, "tiers": config}
+    prompts = [words(400 + i, 41) for i in range(6)]
+    with Rig(tiny, **shape, store=guarded(_Kept(memory), MonotonicClock())) as rig:
+        for prompt in prompts:
+            rig.ask(prompt, 2)
+    backend = FaultyBackend(_Kept(memory), rates={Fault.HANG: 1.0})
+    patience = GuardPolicy(pause_s=0.02, longest_pause_s=0.05, probe_deadline_s=0.02)
+    store = guarded(backend, MonotonicClock(), policy=patience)
+    rig = Rig(tiny, **shape, store=store)
+    for prompt in prompts:
+        started_s = rig.clock.now_s()
+        rig.ask(prompt, 2)
+        assert rig.clock.now_s() - started_s < 20.0  # not for ever: the machine may be busy
+    assert storage_tokens(rig) == 0
+    backend.set_rates({})
+    backend.release()
+    end_s = rig.clock.now_s() + 60.0
+    while not store.stats().healthy and rig.clock.now_s() < end_s:
+        store.wait(0.01)
+        rig.loop.step()
+    assert store.stats().healthy
+    rig.cache.evict(rig.cache.evictable_pages)
+    rig.cache.leader.host.evict(rig.cache.leader.host.capacity)
+    again = [rig.ask(prompt, 2) for prompt in prompts]
+    if policy != "best_effort":
+        assert sum(a.sources.storage for a in again) > 0
+    check_all(rig, cold)
+    backend.release()
+    rig.__exit__()
