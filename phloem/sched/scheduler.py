@@ -181,7 +181,9 @@ class Scheduler:
         assert plan.step == result.step, f"step {result.step} came before step {plan.step}"
         self._counters.compute_s += result.compute_s
         if self.tiers is not None:
-            self.tiers.observe_step(plan.num_tokens, result.compute_s - result.load_wait_s)
+            longest = max(row.count for row in plan.rows)
+            seconds = result.compute_s - result.load_wait_s
+            self.tiers.observe_step(plan.num_tokens, longest, seconds)
         outcomes = {row.serial: row for row in result.rows}
         chunks = []
         for row in plan.rows:

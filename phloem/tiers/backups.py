@@ -28,6 +28,7 @@ __all__ = ["HostBackups"]
 
 MAX_PAGES = 64  # of one transfer
 MAX_TRIES = 4
+MAX_HOPELESS = 1024  # then those that are gone are forgotten
 STARTS_PER_PASS = 32
 LOW_WATER = 16  # with late copies one sixteenth of the device is kept free ahead, at most:
 MOST_LOW_WATER = 64
@@ -95,6 +96,8 @@ class HostBackups:
 
     def pump(self) -> None:
         """Start what can be started now."""
+        if len(self._hopeless) > MAX_HOPELESS:
+            self._hopeless.intersection_update(self._tree.nodes)
         if self._low_water and self._leader.state.free_pages < self._low_water:
             self._start_leaving(self._low_water - self._leader.state.free_pages)
         if len(self._flights) and self._flights.num_ended == self._blocked_at:

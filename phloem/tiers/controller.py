@@ -36,6 +36,7 @@ __all__ = ["LoadEnd", "StorageKeys", "TierController"]
 logger = logging.getLogger(__name__)
 
 FLUSH_WAIT_S = 0.01
+LEAST_PREFILL = 16
 MAX_WRITES_QUEUED = 4  # paths; with more a small host takes no new pages for storage
 
 
@@ -200,9 +201,10 @@ class TierController:
         """Sleep until some transfer has ended, at most `timeout_s`."""
         self._flights.wait(timeout_s)
 
-    def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """A step of `num_tokens` tokens has computed for `seconds`."""
-        self.cost.observe_prefill(num_tokens, seconds)
+    def observe_step(self, num_tokens: int, longest_row: int, seconds: float) -> None:
+        """A step of `num_tokens` tokens, `longest_row` of them in one row, took `seconds`."""
+        if longest_row >= LEAST_PREFILL:  # decodes say nothing of the price of a prompt's token
+            self.cost.observe_prefill(num_tokens, seconds)
 
     def stats(self) -> TierStats:
         """A snapshot of all counters."""

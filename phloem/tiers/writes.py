@@ -44,7 +44,7 @@ class StorageWrites:
         self._copy_first = copy_first
         self._deadline_s = deadline_s
         self._queue: deque[int] = deque()
-        self._queued: set[int] = set()
+        self._queued: dict[int, int] = {}  # ids of nodes in the queue, and their pages
         self._tries: dict[int, int] = {}
         self._busy: set[int] = set()
         self._blocked_at = -1
@@ -57,7 +57,7 @@ class StorageWrites:
     def wants(self, node: Node) -> None:
         """The path down to `node` is to be in storage."""
         if not node.stored and node.id not in self._queued:
-            self._queued.add(node.id)
+            self._queued[node.id] = node.num_pages
             self._queue.append(node.id)
 
     def forget(self) -> None:
@@ -76,15 +76,14 @@ class StorageWrites:
             if self._flights.count[TransferKind.BACKUP_STORAGE] >= MAX_IN_FLIGHT:
                 return
             node_id = self._queue.popleft()
-            self._queued.discard(node_id)
-            self._start(node_id)
+            self._start(node_id, self._queued.pop(node_id))
 
-    def _start(self, node_id: int) -> None:
+    def _start(self, node_id: int, num_pages: int) -> None:
         node = self._tree.nodes.get(node_id)
         if node is None or node.detached:
             self._tries.pop(node_id, None)
             if node is None:
-                self.dropped["left_before_stored"] += 1
+                self.dropped["left_before_stored"] += num_pages
             return
         run = self._run(node)
         if not run:

@@ -181,6 +181,9 @@ class Rig:
         self.check_answers()
         assert set(self.last) == set(self.requests), "some request never ended"
         check_invariants(self.cache, idle=True)
+        stats = self.loop.stats()
+        sources = stats.cached_tokens_total.total + stats.computed_tokens_total
+        assert sources == stats.prompt_tokens_total, "token sources do not sum to the prompts"
         assert self.follower.digest() == self.cache.state.digest(), "replicas differ"
         assert self.cache.locked_pages == 0
         self.cache.flush()

@@ -9,6 +9,7 @@ import pytest
 from phloem.core.transfer import TransferKind
 from phloem.tiers import CostModel
 from phloem.tiers.cost import Line
+from tests.sched.rig import Rig
 
 PAGE = 16
 PAGE_BYTES = 400_000
@@ -91,3 +92,13 @@ def test_a_line_follows_what_changes():
     for units in range(1, 200):
         line.observe(units, 5 * units)
     assert line.seconds(1000) == pytest.approx(5000, rel=0.01)
+
+
+def test_decodes_do_not_pass_for_slow_prefills():
+    """A thousand one-token steps of 30 ms leave the price of a prompt's token as it was."""
+    rig = Rig(page_size=4, num_pages=16, host_pages=64)
+    for tokens in (64, 256, 1024):
+        rig.tiers.observe_step(tokens, tokens, 0.03 + tokens / 1000)
+    for _ in range(1000):
+        rig.tiers.observe_step(1, 1, 0.03)
+    assert rig.tiers.cost.prefill_rate == pytest.approx(1000, rel=0.01)
