@@ -76,6 +76,11 @@ def tier_parts(config: Config, loaded: LoadedWorker, path: Path) -> TierParts | 
     if transfers is None or host is None:
         return None
     storage = transfers.storage
+
+    def close() -> None:
+        transfers.close()
+        host.close()
+
     if config.tiers.storage is not None:
         storage.attach(open_storage(config.tiers.storage, config.tiers.storage_size_bytes))
     return TierParts(
@@ -89,7 +94,7 @@ def tier_parts(config: Config, loaded: LoadedWorker, path: Path) -> TierParts | 
             attached=lambda: storage.attached,
             stats=storage.stats,
         ),
-        close=transfers.close,
+        close=close,
         open_storage=open_storage,
         clear_directory=clear_directory,
         storage_at=None

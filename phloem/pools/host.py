@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import weakref
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +43,7 @@ class HostArena:
                 f"cannot allocate {size:,} bytes of host KV pages ({error.strerror}); "
                 "lower --host-memory"
             ) from error
+        self._close_fd = weakref.finalize(self, os.close, self.fd)
         with contextlib.suppress(OSError):  # an old kernel: pages are mapped one by one
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._populate()
@@ -86,9 +88,7 @@ class HostArena:
 
     def close(self) -> None:
         """Give the memory back as soon as the last view of it is gone. Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        self._close_fd()
 
     def _checked(self, slot: int) -> int:
         assert 0 <= slot < self.num_pages, f"slot {slot} is outside an arena of {self.num_pages}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 
@@ -59,7 +60,17 @@ def test_memory_that_is_not_there_is_a_clear_error(monkeypatch):
         HostArena(PageLayout(SPEC, 7, 2))
 
 
-def test_a_closed_arena_closes_twice():
+def test_a_closed_arena_gives_back_its_descriptor_and_may_be_closed_twice():
     arena = HostArena(PageLayout(SPEC, 1, 1))
+    fd = arena.fd
     arena.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
     arena.close()
+
+
+def test_an_arena_that_is_forgotten_gives_back_its_descriptor():
+    fd = HostArena(PageLayout(SPEC, 1, 1)).fd
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
