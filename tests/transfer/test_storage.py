@@ -133,3 +133,25 @@ def test_a_store_can_be_detached_in_the_middle_of_a_read_and_another_attached(ri
 
 def test_an_empty_transfer_has_a_result(rig):
     assert len(rig.finish(rig.submit(PREFETCH)).done) == 0
+
+
+def test_o21_a_thousand_transfers_cut_short_leave_nothing_behind(rig, backend):
+    """Cancelled at once, at their deadline or never; every one is answered and every page freed."""
+    put(rig, [0, 1, 2])
+    backend.set_rates({Fault.DELAY: 0.3, Fault.ERROR: 0.1})
+    held = set()
+    for number in range(1000):
+        late = rig.clock.now_s() + (0.0 if number % 3 == 1 else 60.0)
+        links = (link(number % 3), link(99))
+        read = rig.submit(PREFETCH, host=[5, 6], links=links, deadline_s=late)
+        if number % 3 == 0:
+            rig.engine.cancel(read)
+        if rig.finish(read).held is not None:
+            held.add(read)
+        while held - set(rig.released):  # as the controller does: not used before it is released
+            rig.pump(1.0)
+    rig.pump()
+    assert len(rig.results) == 1001
+    assert sorted(rig.released) == sorted(held)
+    assert not rig.engine.storage.busy
+    assert rig.engine.storage.stats().held_spans == 0
