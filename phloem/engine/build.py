@@ -17,6 +17,7 @@ from phloem.engine.facts import EngineFacts
 from phloem.engine.loop_core import LoopCore, make_loop_core
 from phloem.engine.models import resolve_model
 from phloem.engine.resources import available_memory_bytes, default_kv_bytes, usable_cpus
+from phloem.engine.sampling_defaults import sampling_defaults
 from phloem.kv.spec import KVDtype
 from phloem.worker import Hooks, LoadedWorker, WorkerOptions, kv_spec, load_worker
 
@@ -122,6 +123,7 @@ def _facts(
         num_pages=loaded.num_pages,
         page_bytes=loaded.page_bytes,
         created_s=int(time.time()),
+        sampling=sampling_defaults(config.model.model, Path(path)),
     )
     return EngineFacts(
         card=card,
