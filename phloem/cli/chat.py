@@ -43,7 +43,12 @@ class ChatOptions:
     api_key: str | None = setting(None, "bearer token to send", secret=True)
     system: str | None = setting(None, "system message")
     max_tokens: int = setting(512, "longest answer in tokens", low=1)
-    temperature: float = setting(0.7, "randomness; 0: always the likeliest token", low=0, high=2)
+    temperature: float | None = setting(
+        None,
+        "randomness; 0: always the likeliest token; default: as the model recommends",
+        low=0,
+        high=2,
+    )
 
     def __post_init__(self) -> None:
         validate(self)

@@ -14,11 +14,22 @@ __all__ = [
     "EngineClient",
     "Health",
     "ModelCard",
+    "SamplingDefaults",
     "TextChunk",
     "TextLogprob",
     "TextRequest",
     "TextTokenizer",
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """What holds where a request does not say."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +47,7 @@ class ModelCard:
     num_pages: int
     page_bytes: int
     created_s: int  # Unix time
+    sampling: SamplingDefaults = SamplingDefaults()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

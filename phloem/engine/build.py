@@ -21,6 +21,7 @@ from phloem.engine.identity import key_facts
 from phloem.engine.loop_core import LoopCore, make_loop_core
 from phloem.engine.models import resolve_model
 from phloem.engine.resources import available_memory_bytes, default_kv_bytes, usable_cpus
+from phloem.engine.sampling_defaults import sampling_defaults
 from phloem.engine.tier_parts import ModelSlot
 from phloem.kv.keys import KeyFacts
 from phloem.kv.spec import KVDtype
@@ -155,6 +156,7 @@ def _facts(
         num_pages=loaded.num_pages,
         page_bytes=loaded.page_bytes,
         created_s=int(time.time()),
+        sampling=sampling_defaults(config.model.model, Path(path)),
     )
     return EngineFacts(
         card=card,

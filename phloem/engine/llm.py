@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -47,6 +47,7 @@ Prompt: TypeAlias = str | Sequence[int]
 Message: TypeAlias = Mapping[str, Any]
 
 _CHAT_MAX_TOKENS = 512
+_GENERATE_MAX_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +163,9 @@ class LLM:
         )
         items: Sequence[Any] = [prompts] if alone else prompts
         return self._run(
-            [self._tokens(item) for item in items], _per_prompt(sampling, len(items)), cache_salt
+            [self._tokens(item) for item in items],
+            _per_prompt(sampling or self._default_sampling(), len(items)),
+            cache_salt,
         )
 
     def chat(
@@ -235,7 +238,11 @@ class LLM:
 
     def _chat_sampling(self, tokens: bytes) -> SamplingParams:
         room = self._card.max_model_len - num_tokens(tokens)
-        return SamplingParams(max_tokens=max(min(room, _CHAT_MAX_TOKENS), 1))
+        return self._default_sampling(max_tokens=max(min(room, _CHAT_MAX_TOKENS), 1))
+
+    def _default_sampling(self, max_tokens: int = _GENERATE_MAX_TOKENS) -> SamplingParams:
+        """As the model's makers recommend."""
+        return SamplingParams(max_tokens=max_tokens, **asdict(self._card.sampling))
 
     def _run(
         self, prompts: list[bytes], samplings: Sequence[SamplingParams], cache_salt: str | None
@@ -325,10 +332,10 @@ class _Run:
 
 
 def _per_prompt(
-    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
+    sampling: SamplingParams | Sequence[SamplingParams], count: int
 ) -> Sequence[SamplingParams]:
-    if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling or SamplingParams()] * count
+    if isinstance(sampling, SamplingParams):
+        return [sampling] * count
     if len(sampling) != count:
         raise BadRequest(f"{len(sampling)} sampling parameters for {count} prompts")
     return sampling

@@ -75,13 +75,13 @@ class SamplingBody(Body):
     """What every endpoint calls by the same name. None: the endpoint's or engine's default."""
 
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     logit_bias: dict[str, float] = Field(default_factory=dict)
     seed: int | None = None
     stop: Strings = Field(default_factory=list)

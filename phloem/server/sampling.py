@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 from phloem.core.errors import BadRequest
 from phloem.core.request import SamplingParams
 from phloem.core.tokens import num_tokens
 from phloem.engine.api import ModelCard
 from phloem.server.fields import SamplingBody
+
+Number = TypeVar("Number", int, float)
 
 __all__ = ["check_length", "make_sampling", "room_for"]
 
@@ -64,6 +67,11 @@ def _bias(entries: dict[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple(pairs)
 
 
+def _given(value: Number | None, default: Number) -> Number:
+    """What the request says, else what the model recommends."""
+    return default if value is None else value
+
+
 def make_sampling(
     body: SamplingBody,
     card: ModelCard,
@@ -92,16 +100,18 @@ def _sampling(
     bias = _bias(body.logit_bias)
     _ids_in_vocabulary("logit_bias", [token for token, _ in bias], card.vocab_size)
     _ids_in_vocabulary("stop_token_ids", body.stop_token_ids, card.vocab_size)
+    own = card.sampling
+    top_k = _given(body.top_k, own.top_k)
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=0 if body.top_k == -1 else body.top_k,  # -1: how others spell "off"
+        temperature=_given(body.temperature, own.temperature),
+        top_p=_given(body.top_p, own.top_p),
+        top_k=0 if top_k == -1 else top_k,  # -1: how others spell "off"
         min_p=body.min_p,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
+        repetition_penalty=_given(body.repetition_penalty, own.repetition_penalty),
         logit_bias=bias,
         seed=body.seed,
         logprobs=logprobs,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
+from phloem.engine.api import SamplingDefaults
 from tests.server.fake_engine import CONTEXT, FakeEngine
 from tests.server.http import chat, client, completion, events
 
@@ -73,6 +75,23 @@ async def test_o36_f_usage_comes_once_and_last(path: str, body: dict[str, Any]) 
         reasons = [chunk["choices"][0]["finish_reason"] for chunk in stream]
         assert reasons == [None] * (len(reasons) - 1) + ["length"]
     assert all("usage" not in chunk for chunk in without[:-1])
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [({}, (0.3, 0.8)), ({"temperature": 1.0}, (1.0, 0.8)), ({"top_p": None}, (0.3, 0.8))],
+)
+async def test_what_a_request_does_not_say_is_what_the_model_recommends(
+    said: dict[str, Any], expected: tuple[float, float]
+) -> None:
+    engine = FakeEngine()
+    engine.card = dataclasses.replace(
+        engine.card, sampling=SamplingDefaults(temperature=0.3, top_p=0.8)
+    )
+    async with client(engine) as http:
+        assert (await http.post(CHAT, json=chat("hi", **said))).status_code == 200
+    sampling = engine.requests[0].sampling
+    assert (sampling.temperature, sampling.top_p) == expected
 
 
 async def test_usage_sums_over_several_prompts() -> None:
