@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 from phloem.config import Config
@@ -26,7 +27,8 @@ logger = logging.getLogger(__name__)
 _AUTO_RATIO = 2
 _AUTO_SHARE = 0.25
 _AUTO_UNKNOWN_BYTES = 1 << 30
-_STORE_THREADS = 2
+# The loop stands still for a store that is detached while it serves: a hung one is left behind.
+LIVE_DETACH_S = 0.25
 
 
 def host_pages(config: Config, spec: KVSpec, *, device_pages: int) -> int:
@@ -51,7 +53,6 @@ def open_storage(directory: str, size_bytes: int) -> PageStore:
     options = StoreOptions(
         location=str(Path(directory).expanduser()),
         size_bytes=size_bytes,
-        num_threads=_STORE_THREADS,
     )
     store = open_store("segment", options, MonotonicClock())
     stats = store.stats()
@@ -90,7 +91,7 @@ def tier_parts(config: Config, loaded: LoadedWorker, path: Path) -> TierParts | 
         key_facts=key_facts(path, loaded.config, host.layout),
         storage=StoragePort(
             attach=storage.attach,
-            detach=storage.detach,
+            detach=partial(storage.detach, LIVE_DETACH_S),
             attached=lambda: storage.attached,
             stats=storage.stats,
         ),
