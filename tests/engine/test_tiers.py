@@ -44,7 +44,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def open_llm(model: Path, **settings: Any) -> LLM:
-    defaults = {"dtype": "fp32", "page_size": 4, "num_pages": 60, "max_model_len": 128}
+    defaults: dict[str, Any] = {
+        "dtype": "fp32",
+        "page_size": 4,
+        "num_pages": 60,
+        "max_model_len": 128,
+        "prefetch_policy": "wait_complete",  # computing is sooner with a model of this size
+    }
     return LLM(str(model), **{**defaults, "host_memory": "1MB", "threads": 1, **settings})
 
 
