@@ -76,14 +76,12 @@ class Leader:
         self.backups: set[Backup] = set()  # in flight; never iterated to decide anything
         self._freed: list[bytes] = []
 
-    def note_hit(self, match: Match, load_pages: int) -> None:
+    def note_hit(self, match: Match, load_pages: int, ages: Ages) -> None:
         """For the ages: what matched is used."""
-        if self.ages is None:
-            return
         if match.num_pages:
-            self.ages.happened("hit", "device", match.node.last_access, match.num_pages)
+            ages.happened("hit", "device", match.node.last_access, match.num_pages)
         if load_pages and match.host_node is not None:
-            self.ages.happened("hit", "host", match.host_node.last_access, load_pages)
+            ages.happened("hit", "host", match.host_node.last_access, load_pages)
 
     def recall(self, match: Match) -> None:
         """Count the pages right after the match that were cached once."""

@@ -118,7 +118,8 @@ class PrefixCache:
             )
         if leader.ghosts.keys:
             leader.recall(match)
-        leader.note_hit(match, load_pages)
+        if leader.ages is not None:
+            leader.note_hit(match, load_pages, leader.ages)
         slots = self._take_host_slots(match, load_pages) if load_pages else b""
         node, num_cached = match.node, match.num_pages
         packed = match.packed_refs()

@@ -112,9 +112,9 @@ class CacheState:
         return self.tree.merge(self.tree.nodes[node], num_ancestors)
 
     def _lock(self, command: Command) -> list[Node]:
-        _, node, above = command
-        nodes = self.tree.nodes
-        return self.tree.lock(nodes[node], nodes[above])
+        tree = self.tree
+        nodes = tree.nodes
+        return tree.lock(nodes[command[1]], nodes[command[2]])
 
     def _unlock(self, command: Command) -> tuple[list[Node], bytes]:
         idle, refs = self.tree.unlock(self.tree.nodes[command[1]], self.now)
