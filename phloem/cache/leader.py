@@ -146,7 +146,7 @@ class Leader:
 
     def lock(self, node: Node, above: Node) -> None:
         """Lock the path from `node` up to, without, `above`."""
-        fresh = self.log.append(commands.lock(node.id, above.id))
+        fresh = self.log.append((commands.LOCK, node.id, above.id))  # `commands.lock`, inline
         if fresh:
             self.policy.locked(fresh)
 

@@ -47,10 +47,11 @@ class Match:
         self.namespace = namespace
         self.tokens = tokens
         self.end = end
-        self.node, self.node_pages, matched = found
+        node, self.node_pages, matched = found
+        self.node = node
         self.host_node: Node | None = None
         self.host_node_pages = self.host_pages = 0
-        if not self.node.refs and self.node.parent is not None:
+        if not node.refs and node.parent is not None:
             self._take_off_host_part()
             matched -= self.host_pages * page_bytes
         self.num_tokens = matched // TOKEN_BYTES
