@@ -105,7 +105,7 @@ class AsyncEngine:
             tokenizer = load_tokenizer(model)  # while the child's interpreter starts
             process.start(config, eos_ids=tokenizer.eos_ids, builder=builder)
             ready = process.wait_ready(on_load)
-        except BaseException:
+        except BaseException:  # also Ctrl-C while it loads: no process may be left behind
             process.close()
             raise
         return cls(process, ready, tokenizer, config)

@@ -24,7 +24,7 @@ def sampling_defaults(name: str, path: Path) -> SamplingDefaults:
     A value that cannot be is passed over: a broken recommendation must not keep a model from
     being served.
     """
-    if name == "smollm2":
+    if name == "smollm2" and path.suffix == ".gguf":  # the packaged file, no folder of that name
         return _SMOLLM2
     file = path / _GENERATION_FILE
     if not file.is_file():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -38,5 +37,11 @@ def test_without_one_the_api_s_own_defaults_hold(tmp_path: Path) -> None:
 
 
 def test_smollm2_is_sampled_as_its_makers_do() -> None:
-    got = sampling_defaults("smollm2", Path("x.gguf"))
-    assert json.dumps([got.temperature, got.top_p]) == "[0.2, 0.9]"
+    assert sampling_defaults("smollm2", Path("x.gguf")) == SamplingDefaults(
+        temperature=0.2, top_p=0.9
+    )
+
+
+def test_a_folder_that_is_called_smollm2_has_its_own_say(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.9}')
+    assert sampling_defaults("smollm2", tmp_path) == SamplingDefaults(temperature=0.9)
