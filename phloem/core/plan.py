@@ -4,12 +4,20 @@ A worker executes plans in the order in which they were submitted, one at a time
 in plan k may be given away in plan k+1: step k has finished with it by then.
 
 Rows. A running request owns one *row* of the worker's tables (0 <= row < max_running) from its
-`RowInit` to its release; the row holds the request's page table, sampling state and last sampled
+`RowInit` to its release; the row holds the request's page tables, sampling state and last sampled
 token. A plan may carry a row whose request has ended meanwhile: its result is ignored (`serial`
 tells), its writes land in pages that only later plans may reuse.
 
 Order inside one step: `released`, `freed_pages` (tests fill them with NaN), `admitted`,
 `table_updates`, then the forward pass over `rows`, then sampling.
+
+Components. Layers that keep all tokens have their state in component 0, layers with a window in
+component 1, each with a pool and a page table of its own. A window table has entries only where
+the row may read or write; what lies before them is never read, and nobody says that it is gone.
+
+    full    |-- cached --|-- write_from ... written ----->
+    window        |-- window_from ... read and written -->
+                  |-- start: a restart lower down computes tokens again whose full state is kept
 """
 
 from __future__ import annotations
@@ -42,6 +50,7 @@ class PageTableUpdate:
     row: int
     first_page: int
     refs: PageRefs  # (n,) int64
+    component: int = 0  # 0: full, 1: window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +70,8 @@ class RowPlan:
     tokens: bytes | None
     sample: bool
     output_index: int = 0
+    write_from: int = 0
+    window_from: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +90,8 @@ class StepPlan:
     admitted: tuple[RowInit, ...] = ()
     table_updates: tuple[PageTableUpdate, ...] = ()
     released: tuple[int, ...] = ()
-    freed_pages: PageRefs = field(default_factory=lambda: NO_REFS)
+    freed_pages: PageRefs = field(default_factory=lambda: NO_REFS)  # of component 0
+    freed_window_pages: PageRefs = field(default_factory=lambda: NO_REFS)  # of component 1
     loads: tuple[int, ...] = ()
 
     @property

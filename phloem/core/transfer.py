@@ -46,12 +46,14 @@ class TransferKind(enum.Enum):
 class Transfer:
     """Pages to move, in order: page i goes between device[i], host[i] and links[i].
 
-    `device` are PageRefs, `host` slots of the host arena (int64 (n,) both), `links` the pages'
+    All are pages of one `component` (0: full, 1: window): each has a device pool, a host arena and
+    storage keys of its own. `device` are PageRefs, `host` slots of the host arena (int64 (n,) both), `links` the pages'
     chained content links (see `kv.keys`); those that the kind does not need are empty.
     """
 
     id: int
     kind: TransferKind
+    component: int = 0
     device: PageRefs = field(default_factory=lambda: NO_REFS)
     host: npt.NDArray[np.int64] = field(default_factory=lambda: NO_REFS)
     links: tuple[bytes, ...] = ()

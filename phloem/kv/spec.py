@@ -45,7 +45,12 @@ class ComponentSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVSpec:
-    """The KV state of one component's layers, all alike."""
+    """The KV state of one component's layers, all alike.
+
+    `retention`: of how many last tokens, the token itself included, later ones may read the state;
+    None: of all. A model all of whose layers have a window has a full component of no layers and
+    no bytes: the spine on which windows hang.
+    """
 
     kind: AttentionKind
     dtype: KVDtype
@@ -53,11 +58,16 @@ class KVSpec:
     num_kv_heads: int
     head_dim: int
     page_size: int
+    retention: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim", "page_size"):
+        for name in ("num_kv_heads", "head_dim", "page_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_layers < 0:
+            raise ConfigError(f"num_layers must not be negative, got {self.num_layers}")
+        if self.retention is not None and self.retention < 1:
+            raise ConfigError(f"a window must be at least 1 token, got {self.retention}")
 
     @property
     def token_bytes(self) -> int:
@@ -71,4 +81,5 @@ class KVSpec:
 
     def component(self) -> ComponentSpec:
         """What the control plane may know of it."""
-        return ComponentSpec(name="full", retention=None, num_layers=self.num_layers)
+        name = "full" if self.retention is None else "window"
+        return ComponentSpec(name=name, retention=self.retention, num_layers=self.num_layers)
