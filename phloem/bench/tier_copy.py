@@ -27,7 +27,7 @@ from phloem.engine.models import resolve_model
 from phloem.kv.layout import PageLayout
 from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
 from phloem.pools import DevicePool, HostArena
-from phloem.transfer import TransferEngine, TransferHooks, make_copier
+from phloem.transfer import TransferEngine, TransferHooks, memory_of
 from phloem.worker import InlineWorker, LoadedWorker, WorkerOptions, load_worker
 
 __all__ = ["measure_copies", "measure_overlap"]
@@ -52,7 +52,7 @@ def measure_copies(rounds: int) -> list[dict[str, Any]]:
     layout = PageLayout(SPEC, POOL_PAGES, 3)
     pool, arena = DevicePool(layout, device=torch.device("cpu")), HostArena(layout)
     pool.buffer.data.fill_(1.0)
-    engine = TransferEngine(arena, make_copier(pool, arena), MonotonicClock())
+    engine = TransferEngine([memory_of(pool, arena)], MonotonicClock())
     try:
         return _copies(engine, rounds, layout)
     finally:

@@ -20,23 +20,23 @@ from phloem.kv.layout import PageLayout
 
 __all__ = ["HostArena"]
 
-ARENA_ID = 0
-
 
 class HostArena:
-    """`layout.num_pages` pages of zeros, backed by memory from the start.
+    """`layout.num_pages` pages of zeros, backed by memory from the start; `arena_id` tells the
+    arenas of a model's components apart. Pages without bytes take no memory.
 
     Knows no free list: the control plane has it. Raises ConfigError if the memory is not there.
     """
 
-    def __init__(self, layout: PageLayout) -> None:
+    def __init__(self, layout: PageLayout, *, arena_id: int = 0) -> None:
         self.layout = layout
+        self._id = arena_id
         size = layout.total_bytes
         self.fd = os.memfd_create("phloem-host", os.MFD_CLOEXEC)
         try:
             # Reserved now: a later SIGBUS in the middle of a copy could not be handled.
-            os.posix_fallocate(self.fd, 0, size)
-            self._map = mmap.mmap(self.fd, size)
+            os.posix_fallocate(self.fd, 0, size or 1)
+            self._map = mmap.mmap(self.fd, size or 1)  # a map has at least one byte
         except OSError as error:
             os.close(self.fd)
             raise ConfigError(
@@ -49,9 +49,10 @@ class HostArena:
         self._populate()
         # (P, G, L, bytes of one layer of one head group)
         spec = layout.spec
-        shape = (layout.num_pages, layout.num_head_groups, spec.num_layers, -1)
-        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8).reshape(shape)
-        self._view = memoryview(self._map)
+        layer_bytes = layout.object_bytes // max(1, spec.num_layers)
+        shape = (layout.num_pages, layout.num_head_groups, spec.num_layers, layer_bytes)
+        self._view = memoryview(self._map)[:size]
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._view, dtype=np.uint8).reshape(shape)
 
     def _populate(self) -> None:
         """Map every page before the first copy would have to."""
@@ -63,14 +64,18 @@ class HostArena:
     def num_pages(self) -> int:
         return self.layout.num_pages
 
+    @property
+    def num_bytes(self) -> int:
+        return self.layout.total_bytes
+
     def arena(self) -> Arena:
         """The registered buffer as stores see it."""
-        return Arena(ARENA_ID, self._view)
+        return Arena(self._id, self._view)
 
     def span(self, slot: int, head_group: int) -> Span:
         """Where one object (a head group of a page) lies."""
         offset = self.layout.object_offset(self._checked(slot), head_group)
-        return Span(ARENA_ID, offset, self.layout.object_bytes)
+        return Span(self._id, offset, self.layout.object_bytes)
 
     def read_page(self, slot: int) -> bytes:
         """A copy of one page's bytes, for audits."""

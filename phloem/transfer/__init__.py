@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from phloem.transfer.component import ComponentMemory, memory_of
 from phloem.transfer.copier import make_copier
 from phloem.transfer.engine import TransferEngine, TransferHooks
 
-__all__ = ["TransferEngine", "TransferHooks", "make_copier"]
+__all__ = ["ComponentMemory", "TransferEngine", "TransferHooks", "make_copier", "memory_of"]

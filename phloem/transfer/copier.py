@@ -16,7 +16,7 @@ import torch
 from phloem.pools import DevicePool, HostArena
 from phloem.transfer.native_copy import SegmentCopy
 
-__all__ = ["Copier", "CpuCopier", "CudaCopier", "make_copier"]
+__all__ = ["Copier", "CpuCopier", "CudaCopier", "NoBytes", "make_copier"]
 
 _Slots = npt.NDArray[np.int64]
 
@@ -31,6 +31,16 @@ class Copier(Protocol):
     def to_device(self, device: _Slots, host: _Slots, first_layer: int, end_layer: int) -> None:
         """Layers first_layer ... end_layer - 1 of pages."""
         ...
+
+
+class NoBytes:
+    """Of pages without bytes: the spine of a model all of whose layers have a window."""
+
+    def to_host(self, device: _Slots, host: _Slots) -> None:
+        """Nothing to copy."""
+
+    def to_device(self, device: _Slots, host: _Slots, first_layer: int, end_layer: int) -> None:
+        """Nothing to copy."""
 
 
 class CpuCopier:
@@ -99,6 +109,8 @@ class CudaCopier:
 
 def make_copier(pool: DevicePool, arena: HostArena) -> Copier:
     """The copier for the pool's device."""
+    if arena.layout.spec.page_bytes == 0:
+        return NoBytes()
     if pool.buffer.data.device.type == "cuda":
         return CudaCopier(pool, arena)
     return CpuCopier(pool, arena)

@@ -12,14 +12,13 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from phloem.core.clock import Clock
 from phloem.core.refs import slots_of
 from phloem.core.transfer import Transfer, TransferKind, TransferResult
-from phloem.pools import HostArena
-from phloem.transfer.copier import Copier
+from phloem.transfer.component import ComponentMemory
 from phloem.transfer.jobs import CopyJob, next_job
 from phloem.transfer.storage import StorageMover
 
@@ -56,21 +55,21 @@ class TransferEngine:
     """Implements `core.transfer.Transfers` and `LayerGate`. Close it.
 
     `submit, poll, released, wait, cancel` and attaching belong to one thread, the controller's;
-    `wait_layer` to the worker's; `step_finished` to any.
+    `wait_layer` to the worker's; `step_finished` to any. `components`: what `Transfer.component`
+    counts, at least one.
     """
 
     def __init__(
         self,
-        arena: HostArena,
-        copier: Copier,
+        components: Sequence[ComponentMemory],
         clock: Clock,
         *,
         hooks: TransferHooks | None = None,
     ) -> None:
-        self._layout = arena.layout
-        self._copier = copier
+        assert components, "a model has at least one component"
+        self._components = tuple(components)
         self._hooks = hooks or TransferHooks()
-        self._storage = StorageMover(arena, clock)
+        self._storage = StorageMover([each.arena for each in components], clock)
         # One lock, three things to wait for: a job that can go on, a layer, a result.
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -94,7 +93,7 @@ class TransferEngine:
         if transfer.kind not in _COPIES:
             self._storage.submit(transfer)
             return
-        job = CopyJob(transfer, self._layout.spec.num_layers)
+        job = CopyJob(transfer, self._components[transfer.component])
         with self._lock:
             assert not self._closed, "the transfer engine is closed"
             self._jobs.append(job)
@@ -155,7 +154,9 @@ class TransferEngine:
     def _has_layer(self, transfer_id: int, layer: int) -> bool:
         """Whether nobody need wait; a load that is unknown has been complete for long."""
         job = self._loads.get(transfer_id)
-        return job is None or job.ended or job.progress > layer or self._closed
+        if job is None or job.ended or self._closed:
+            return True
+        return job.progress >= job.memory.needed(layer)
 
     def close(self) -> None:
         """Drop what is queued, let the running chunk end, join the thread. Idempotent."""
@@ -187,7 +188,7 @@ class TransferEngine:
         if not job.cancelled and progress < job.goal:
             try:
                 self._hooks.before_chunk(job.transfer, progress)
-                progress = self._copy(job.transfer, progress)
+                progress = self._copy(job, progress)
             except Exception as failure:  # the thread's entry point: the others go on
                 logger.exception("%s %d failed", job.transfer.kind.value, job.transfer.id)
                 error = f"{type(failure).__name__}: {failure}"
@@ -197,20 +198,21 @@ class TransferEngine:
             if job.cancelled or error is not None or progress >= job.goal:
                 job.ended = True
                 self._jobs.remove(job)
-                self._results.append(job.result(self._layout.spec.page_bytes))
+                self._results.append(job.result())
                 self._ended.notify_all()
             self._layers.notify_all()
 
-    def _copy(self, transfer: Transfer, progress: int) -> int:
+    def _copy(self, job: CopyJob, progress: int) -> int:
         """Copy a chunk; returns the progress after it."""
+        transfer, copier = job.transfer, job.memory.copier
         device, host = slots_of(transfer.device), transfer.host
-        spec = self._layout.spec
+        spec = job.memory.spec
         if transfer.kind is TransferKind.BACKUP_HOST:
             end = min(len(host), progress + max(1, CHUNK_BYTES // spec.page_bytes))
-            self._copier.to_host(device[progress:end], host[progress:end])
+            copier.to_host(device[progress:end], host[progress:end])
             return end
         layer_bytes = len(host) * spec.page_bytes // spec.num_layers
         count = 1 if self._hooks.whole_layers else max(1, CHUNK_BYTES // max(1, layer_bytes))
         end = min(spec.num_layers, progress + count)
-        self._copier.to_device(device, host, progress, end)
+        copier.to_device(device, host, progress, end)
         return end

@@ -1,12 +1,14 @@
 """The storage side of transfers: pages of the host arena to and from a PageStore.
 
-One page is one object per head group; a page has arrived when all of them have. Without a store
-everything is answered at once as not done: the tier is empty.
+One page of a component is one object per head group; a page has arrived when all of them have.
+Without a store everything is answered at once as not done: the tier is empty. With one, pages
+without bytes are always there.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,10 +51,15 @@ class _Attached:
 class StorageMover:
     """Submit and poll, on one thread. Stores come and go with `attach` and `detach`."""
 
-    def __init__(self, arena: HostArena, clock: Clock) -> None:
-        self._arena, self._clock = arena, clock
-        groups = range(arena.layout.num_head_groups)
-        self._scopes = tuple(scope_of("full", group) for group in groups)
+    def __init__(self, arenas: Sequence[HostArena], clock: Clock) -> None:
+        self._arenas, self._clock = tuple(arenas), clock  # by component
+        self._scopes = [
+            tuple(
+                scope_of(arena.layout.spec.component().name, group)
+                for group in range(arena.layout.num_head_groups)
+            )
+            for arena in arenas
+        ]
         self._current: _Attached | None = None
         self._retired: list[_Attached] = []  # detached, but holding host pages still
         self._results: list[TransferResult] = []
@@ -76,7 +83,7 @@ class StorageMover:
     def attach(self, store: PageStore) -> None:
         """Use `store` from now on; takes it over. There must be none."""
         assert self._current is None, "a store is attached already"
-        store.attach([self._arena.arena()])
+        store.attach([arena.arena() for arena in self._arenas if arena.num_bytes])
         self._current = _Attached(store)
 
     def detach(self, timeout_s: float = CLOSE_S) -> None:
@@ -91,6 +98,9 @@ class StorageMover:
     def submit(self, transfer: Transfer) -> None:
         if self._current is None or transfer.num_pages == 0:
             self._results.append(_nothing_done(transfer, "no storage is attached"))
+            return
+        if self._arenas[transfer.component].num_bytes == 0:
+            self._results.append(_all_done(transfer))
             return
         deadline_s = min(transfer.deadline_s, self._clock.now_s() + DEFAULT_DEADLINE_S)
         ticket = self._current.store.submit(self._op(transfer), deadline_s)
@@ -130,13 +140,14 @@ class StorageMover:
         return self._retired if self._current is None else [*self._retired, self._current]
 
     def _op(self, transfer: Transfer) -> Op:
-        keys = tuple(link + scope for link in transfer.links for scope in self._scopes)
+        arena, scopes = self._arenas[transfer.component], self._scopes[transfer.component]
+        keys = tuple(link + scope for link in transfer.links for scope in scopes)
         verb = _VERBS[transfer.kind]
         if verb is Verb.PROBE:
             return Op(verb=verb, keys=keys)
-        groups = range(len(self._scopes))
+        groups = range(len(scopes))
         spans = tuple(
-            self._arena.span(slot, group) for slot in transfer.host.tolist() for group in groups
+            arena.span(slot, group) for slot in transfer.host.tolist() for group in groups
         )
         return Op(verb=verb, keys=keys, spans=spans)
 
@@ -155,7 +166,9 @@ class StorageMover:
         sent = each.sent.pop(done.ticket, None)
         if sent is None:
             return
-        groups, transfer = len(self._scopes), sent.transfer
+        transfer = sent.transfer
+        layout = self._arenas[transfer.component].layout
+        groups = layout.num_head_groups
         good = np.array([status is Status.OK for status in done.statuses], dtype=np.bool_)
         whole: npt.NDArray[np.bool_] = np.logical_and.reduce(good.reshape(-1, groups), axis=1)
         held = None
@@ -163,7 +176,7 @@ class StorageMover:
             each.held[done.ticket] = transfer.id
             held = np.zeros(transfer.num_pages, dtype=np.bool_)
             held[np.array(done.held) // groups] = True
-        moved = 0 if done.verb is Verb.PROBE else int(good.sum()) * self._arena.layout.object_bytes
+        moved = 0 if done.verb is Verb.PROBE else int(good.sum()) * layout.object_bytes
         self._results.append(
             TransferResult(
                 id=transfer.id,
@@ -180,6 +193,10 @@ def _nothing_done(transfer: Transfer, why: str) -> TransferResult:
     return TransferResult(
         id=transfer.id, done=np.zeros(transfer.num_pages, dtype=np.bool_), error=why
     )
+
+
+def _all_done(transfer: Transfer) -> TransferResult:
+    return TransferResult(id=transfer.id, done=np.ones(transfer.num_pages, dtype=np.bool_))
 
 
 def _reason(done: Done) -> str | None:

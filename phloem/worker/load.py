@@ -19,7 +19,7 @@ from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
 from phloem.models import load_weights
 from phloem.pools import DevicePool, HostArena
 from phloem.pools.device import torch_dtype
-from phloem.transfer import TransferEngine, TransferHooks, make_copier
+from phloem.transfer import TransferEngine, TransferHooks, memory_of
 from phloem.worker.forward import choose_kernels, make_forward
 from phloem.worker.memory import activation_bytes
 from phloem.worker.rows import RowTables
@@ -191,7 +191,7 @@ def _host_tier(
         return None, None
     arena = HostArena(replace(pool.layout, num_pages=options.host_pages))
     engine = TransferEngine(
-        arena, make_copier(pool, arena), MonotonicClock(), hooks=options.transfer_hooks
+        [memory_of(pool, arena)], MonotonicClock(), hooks=options.transfer_hooks
     )
     return arena, engine
 

@@ -16,7 +16,7 @@ from phloem.kv.keys import LINK_BYTES
 from phloem.kv.layout import PageLayout
 from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
 from phloem.pools import DevicePool, HostArena
-from phloem.transfer import TransferEngine, TransferHooks
+from phloem.transfer import ComponentMemory, TransferEngine, TransferHooks
 from phloem.transfer.copier import CpuCopier
 from phloem.transfer.native_copy import SegmentCopy
 
@@ -54,9 +54,9 @@ class Rig:
         self.pool = DevicePool(layout(device_pages, dtype), device=torch.device("cpu"))
         self.arena = HostArena(layout(host_pages, dtype))
         self.clock = MonotonicClock()
-        self.engine = TransferEngine(
-            self.arena, CpuCopier(self.pool, self.arena, native=native), self.clock, hooks=hooks
-        )
+        copier = CpuCopier(self.pool, self.arena, native=native)
+        memory = ComponentMemory(self.arena, copier, tuple(range(NUM_LAYERS)))
+        self.engine = TransferEngine([memory], self.clock, hooks=hooks)
         self.results: dict[int, TransferResult] = {}
         self.released: list[int] = []
         self._next_id = 0

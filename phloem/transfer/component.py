@@ -1,0 +1,53 @@
+"""What the engine knows of one component: its host arena, its copier, its layers in the model."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phloem.kv.spec import KVSpec
+from phloem.pools import DevicePool, HostArena
+from phloem.transfer.copier import Copier, make_copier
+
+__all__ = ["ComponentMemory", "memory_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentMemory:
+    """Pages of one component on both sides. `layers`: the model's numbers of its layers, rising."""
+
+    arena: HostArena
+    copier: Copier
+    layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        count = self.spec.num_layers
+        rising = all(a < b for a, b in zip(self.layers, self.layers[1:], strict=False))
+        if len(self.layers) != count or not rising:
+            raise ValueError(f"{count} layers of a component are not {self.layers}")
+
+    @property
+    def spec(self) -> KVSpec:
+        return self.arena.layout.spec
+
+    @property
+    def name(self) -> str:
+        return self.spec.component().name
+
+    def needed(self, layer: int) -> int:
+        """How many of its layers must have been loaded before the model's `layer` can be computed;
+        0 if that layer reads none of its pages."""
+        index = bisect.bisect_left(self.layers, layer)
+        if index == len(self.layers) or self.layers[index] != layer:
+            return 0
+        return index + 1
+
+
+def memory_of(
+    pool: DevicePool, arena: HostArena, layers: Sequence[int] | None = None
+) -> ComponentMemory:
+    """The memory of a component whose layers have these numbers in the model; all, if None."""
+    count = arena.layout.spec.num_layers
+    numbers = tuple(range(count)) if layers is None else tuple(layers)
+    return ComponentMemory(arena, make_copier(pool, arena), numbers)
