@@ -115,7 +115,9 @@ class KeyFacts:
 
     `model`: the architecture's facts that change KV (RoPE, window, norm, activation, scaling ...),
     as plain values; what is not known to be irrelevant belongs in. `namespace`: who may share
-    (adapter, salt; see `core.namespace`) - without a process-local generation number.
+    (adapter, salt; see `core.namespace`) - without a process-local generation number. `window`:
+    the layout of the window component, of models that have one; a page's full state is computed
+    from its window state, so the facts of both are in the keys of both.
     """
 
     weights: bytes
@@ -123,26 +125,37 @@ class KeyFacts:
     model: Mapping[str, Fact]
     layout: PageLayout
     namespace: bytes = b""
+    window: PageLayout | None = None
 
     def as_fact(self) -> Fact:
-        spec = self.layout.spec
-        return {
+        facts: dict[str, Fact] = {
             "format": _FORMAT,
             "weights": self.weights,
             "weight_quantisation": self.weight_quantisation,
             "model": self.model,
             "namespace": self.namespace,
-            "kv": {
-                "kind": spec.kind.value,
-                "dtype": spec.dtype.value,
-                "num_layers": spec.num_layers,
-                "num_kv_heads": spec.num_kv_heads,
-                "head_dim": spec.head_dim,
-                "page_size": spec.page_size,
-                "num_head_groups": self.layout.num_head_groups,
-                "axis_order": [axis.value for axis in ORDER],
-            },
+            "kv": _layout_fact(self.layout),
         }
+        if self.window is not None:
+            facts["window_kv"] = {
+                **_layout_fact(self.window),
+                "retention": self.window.spec.retention,
+            }
+        return facts
+
+
+def _layout_fact(layout: PageLayout) -> dict[str, Fact]:
+    spec = layout.spec
+    return {
+        "kind": spec.kind.value,
+        "dtype": spec.dtype.value,
+        "num_layers": spec.num_layers,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "page_size": spec.page_size,
+        "num_head_groups": layout.num_head_groups,
+        "axis_order": [axis.value for axis in ORDER],
+    }
 
 
 class Digest(Protocol):

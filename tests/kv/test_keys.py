@@ -83,6 +83,27 @@ def test_o14_every_fact_that_changes_kv_or_its_bytes_changes_every_key() -> None
     assert {len(key) for key in flat} == {KEY_BYTES}
 
 
+def test_keys_of_window_models_name_the_window_and_the_mix_of_layers() -> None:
+    """Another W, another number of window layers, none at all: never a page of each other's, full
+    or window, though sizes in bytes may be equal."""
+
+    def window(tokens: int, layers: int = 2, pages: int = 10) -> PageLayout:
+        layout = make_facts(spec={"num_layers": layers, "retention": tokens}).layout
+        return PageLayout(layout.spec, pages, 1)
+
+    facts = [
+        make_facts(),
+        make_facts(window=window(8)),
+        make_facts(window=window(16)),
+        make_facts(window=window(8, layers=3)),
+        make_facts(window=window(8), spec={"num_layers": 5}),
+        make_facts(window=window(8), spec={"num_layers": 0}),
+    ]
+    links = [namespace_link(each) for each in facts]
+    assert len(set(links)) == len(links)
+    assert namespace_link(make_facts(window=window(8, pages=99))) == links[1]
+
+
 def test_what_does_not_change_kv_does_not_change_keys() -> None:
     """The pool's size, and the order in which a configuration was written down."""
     same = [
