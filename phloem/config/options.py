@@ -73,6 +73,18 @@ class CacheOptions:
     eviction_policy: Literal["lru"] = setting(
         "lru", "which cached pages go first when room is needed"
     )
+    window_pool_ratio: float | None = setting(
+        None,
+        "window layers: pages of their pool per page of the others'; default: from the model",
+        low=0.0001,
+        high=1.0,
+        aliases=("swa-full-tokens-ratio",),
+    )
+    window_checkpoint: int | None = setting(
+        None,
+        "window layers: tokens between kept tails; 0: ends only; default: 8 windows, least 2048",
+        low=0,
+    )
 
     def __post_init__(self) -> None:
         validate(self)

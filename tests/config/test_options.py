@@ -61,6 +61,8 @@ def test_yaml_can_hold_every_flag(tmp_path: Path) -> None:
         "kv_memory": "auto",
         "prefix_cache": True,  # the tiers below need it
         "eviction_policy": "lru",
+        "window_pool_ratio": 0.25,
+        "window_checkpoint": 512,
         "host_memory": "1GB",
         "write_policy": "write_back",
         "prefetch_policy": "timeout",
