@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from phloem.sim.cost import CostModel, CostWorker
-from phloem.sim.fake_worker import FakeWorker, PageFault
+from phloem.sim.fake_worker import FakeWorker
 from phloem.sim.models import NextToken, cold, hash_model, scripted_model
 from phloem.sim.replay import ReplayReport, ReplayTarget, replay, simulated_target
 from phloem.sim.traces import TraceError, TraceRequest, read_trace, trace_tokens
 from phloem.sim.transfers import SimStorage, SimTransfers, TransferCosts
+from phloem.sim.window import FakeWindow, PageFault
 
 __all__ = [
     "CostModel",
     "CostWorker",
+    "FakeWindow",
     "FakeWorker",
     "NextToken",
     "PageFault",

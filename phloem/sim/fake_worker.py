@@ -5,6 +5,10 @@ buffer that futures are read from - and a memory of one cell per (slot, offset).
 writes (id, position) into its cell; attending reads every cell from 0 on through the page table.
 So a wrong page, a stale table entry, a page given away too early, or KV that nobody computed
 raises PageFault or changes the answer. Freed pages are poisoned at once.
+
+With a `FakeWindow` there are window pages too, with cells that also know how *right* they are (see
+`sim.window`): a window layer that reads a page which was freed or never written raises PageFault,
+and so does anything that is shared or sampled although a restart was not low enough for it.
 """
 
 from __future__ import annotations
@@ -20,27 +24,25 @@ from phloem.core.refs import slots_of
 from phloem.core.tokens import tokens_from_bytes, tokens_to_bytes
 from phloem.sim.models import NextToken, choose
 from phloem.sim.transfers import SimTransfers
+from phloem.sim.window import FakeWindow, PageFault, WindowMemory
 
-__all__ = ["FakeWorker", "PageFault"]
+__all__ = ["FakeWorker"]
 
 _POISON = -1
 _NO_CELL = -1  # where a page table has no page yet
 _POSITION_SHIFT = 32  # a cell is position << 32 | id
 
 
-class PageFault(Exception):
-    """A row read what was never computed, or what is not its own."""
-
-
 class _Row:
     """One row of the worker's tables: cells[p] is where position p lives."""
 
-    __slots__ = ("cells", "init", "num_known", "tokens")
+    __slots__ = ("cells", "init", "num_known", "tokens", "window_cells")
 
     def __init__(self, init: RowInit, max_model_len: int, page_size: int) -> None:
         num_pages = -(-max_model_len // page_size)
         self.init = init
         self.cells = np.full(num_pages * page_size, _NO_CELL, dtype=np.int64)
+        self.window_cells = np.full(num_pages * page_size, _NO_CELL, dtype=np.int64)
         self.tokens = np.zeros(max_model_len + 1, dtype=np.int32)  # + the last sampled one
         known = tokens_from_bytes(init.tokens)
         self.tokens[: len(known)] = known
@@ -62,6 +64,7 @@ class FakeWorker:
         max_running: int,
         max_model_len: int,
         fail_row: Callable[[int, int], str | None] = lambda serial, index: None,  # noqa: ARG005
+        window: FakeWindow | None = None,
     ) -> None:
         self.gate: SimTransfers | None = None  # what loads pages into `memory`, if anything does
         self._void: set[int] = set()  # serials of rows that read pages of a failed load
@@ -76,11 +79,17 @@ class FakeWorker:
         self._rows: list[_Row | None] = [None] * max_running
         self._queue: deque[StepPlan] = deque()
         self._last_step = -1
+        self._window = None if window is None else WindowMemory(window, page_size)
 
     @property
     def memory(self) -> npt.NDArray[np.int64]:
         """The pages' cells, (num_pages, page_size), for transfers to read and write."""
         return self._cells
+
+    @property
+    def memories(self) -> tuple[npt.NDArray[np.int64], ...]:
+        """The same for every component."""
+        return (self._cells,) if self._window is None else (self._cells, self._window.cells)
 
     def submit(self, plan: StepPlan) -> None:
         assert len(self._queue) < 2, "at most two plans may be in flight"
@@ -98,6 +107,9 @@ class FakeWorker:
                 self._void.update(row.serial for row in plan.rows)
         for row in plan.rows:  # all writes come before all reads, as in a layer
             self._write(row)
+        if self._window is not None:
+            for row in plan.rows:
+                self._attend_window(row, self._window)
         outcomes = [self._attend(row) for row in plan.rows]
         self.max_step_tokens = max(self.max_step_tokens, plan.num_tokens)
         return StepResult(step=plan.step, rows=tuple(o for o in outcomes if o is not None))
@@ -116,6 +128,8 @@ class FakeWorker:
             assert self._rows[row] is not None, f"row {row} is released but was free"
             self._rows[row] = None
         self._cells[slots_of(plan.freed_pages)] = _POISON
+        if self._window is not None:
+            self._window.free(slots_of(plan.freed_window_pages))
         for init in plan.admitted:
             assert self._rows[init.row] is None, f"row {init.row} is given away twice"
             self._rows[init.row] = _Row(init, self._max_model_len, self._page_size)
@@ -123,7 +137,11 @@ class FakeWorker:
             size = self._page_size
             first, end = update.first_page * size, (update.first_page + len(update.refs)) * size
             cells = slots_of(update.refs)[:, None] * size + np.arange(size)
-            self._row(update.row).cells[first:end] = cells.ravel()
+            state = self._row(update.row)
+            assert update.refs.min(initial=0) >= 0, f"{update} names no page"
+            assert update.component in (0, 1), f"there is no component {update.component}"
+            table = state.window_cells if update.component else state.cells
+            table[first:end] = cells.ravel()
 
     def _row(self, row: int) -> _Row:
         state = self._rows[row]
@@ -140,8 +158,19 @@ class FakeWorker:
             assert (plan.count, end) == (1, row.num_known), f"{plan} is no future"
         else:
             assert np.array_equal(ids, tokens_from_bytes(plan.tokens)), f"{plan}: other ids"
-        cells = self._cells_of(row, plan.start, end)
-        self._flat[cells] = (self._positions[plan.start : end] << _POSITION_SHIFT) | ids
+        first = min(max(plan.start, plan.write_from), end)
+        if first < end:
+            cells = self._cells_of(row, first, end)
+            self._flat[cells] = (self._positions[first:end] << _POSITION_SHIFT) | ids[
+                first - plan.start :
+            ]
+
+    def _attend_window(self, plan: RowPlan, window: WindowMemory) -> None:
+        row = self._row(plan.row)
+        end = plan.start + plan.count
+        fault = window.compute(row.window_cells, row.tokens[:end], plan)
+        if fault is not None and plan.serial not in self._void:
+            raise PageFault(f"row {plan.row}, serial {plan.serial}: {fault}")
 
     def _attend(self, plan: RowPlan) -> RowResult | None:
         row = self._row(plan.row)
