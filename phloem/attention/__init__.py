@@ -5,6 +5,14 @@ from __future__ import annotations
 from phloem.attention.backend import AttentionBackend
 from phloem.attention.batch import RaggedBatch, RowSpan
 from phloem.attention.gather import GatherAttention
+from phloem.attention.layered import LayeredAttention
 from phloem.attention.reference import ReferenceAttention
 
-__all__ = ["AttentionBackend", "GatherAttention", "RaggedBatch", "ReferenceAttention", "RowSpan"]
+__all__ = [
+    "AttentionBackend",
+    "GatherAttention",
+    "LayeredAttention",
+    "RaggedBatch",
+    "ReferenceAttention",
+    "RowSpan",
+]

@@ -31,7 +31,17 @@ class NativeAttention:
         self._kernels.check_batch(self._layers[0], native, 1 << 30)
         return native
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, meta: NativeBatch) -> Tensor:
+    def run(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        meta: NativeBatch,
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        assert sinks is None, "native attention is not given to models with sinks"
         kv = self._layers[layer]
         self._kernels.rope_kv_write(None, (k, v), kv, meta)
         return self._kernels.attention(q, kv, meta).view(q.shape[0], -1)

@@ -35,7 +35,11 @@ _SCALARS = {
 }
 _STRING, _ARRAY = 8, 9
 _MAX_ITEMS = 1 << 28
-_FAMILIES = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+}
 _F32_TYPE = 0
 
 

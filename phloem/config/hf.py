@@ -16,30 +16,30 @@ _Json = Mapping[str, Any]
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
 
 
-def _llama(raw: _Json) -> dict[str, bool]:
+def _llama(raw: _Json) -> dict[str, Any]:
     if raw.get("mlp_bias"):
         raise ConfigError("mlp_bias is not supported for llama models")
     bias = bool(raw.get("attention_bias", False))
     return {"qkv_bias": bias, "out_bias": bias}
 
 
-def _mistral(raw: _Json) -> dict[str, bool]:
+def _mistral(raw: _Json) -> dict[str, Any]:
     del raw
     return {}
 
 
-def _qwen2(raw: _Json) -> dict[str, bool]:
+def _qwen2(raw: _Json) -> dict[str, Any]:
     del raw
     return {"qkv_bias": True}
 
 
-def _qwen3(raw: _Json) -> dict[str, bool]:
+def _qwen3(raw: _Json) -> dict[str, Any]:
     bias = bool(raw.get("attention_bias", False))
     return {"qkv_bias": bias, "out_bias": bias, "qk_norm": True}
 
 
 # model_type -> the switches it sets; its weights are described in phloem/models/<model_type>.py
-HF_FAMILIES: dict[str, Callable[[_Json], dict[str, bool]]] = {
+HF_FAMILIES: dict[str, Callable[[_Json], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,

@@ -125,11 +125,11 @@ def _worker_options(config: Config, hooks: BuildHooks, path: Path) -> WorkerOpti
 
 def _context(config: Config, loaded: LoadedWorker) -> int:
     """The longest prompt + completion: no request may need more pages than there are."""
-    capacity = loaded.num_pages * loaded.spec.page_size
+    capacity = loaded.num_pages[0] * loaded.spec.page_size
     asked = config.model.max_model_len
     if asked is not None and asked > capacity:
         raise ConfigError(
-            f"--max-model-len {asked} needs more than the {loaded.num_pages} KV pages "
+            f"--max-model-len {asked} needs more than the {loaded.num_pages[0]} KV pages "
             f"({capacity} tokens); lower it, or raise --kv-memory or --num-pages"
         )
     return min(loaded.max_model_len, capacity)
@@ -153,7 +153,7 @@ def _facts(
         vocab_size=loaded.config.vocab_size,
         max_model_len=_context(config, loaded),
         page_size=options.page_size,
-        num_pages=loaded.num_pages,
+        num_pages=loaded.num_pages[0],
         page_bytes=loaded.page_bytes,
         created_s=int(time.time()),
         sampling=sampling_defaults(config.model.model, Path(path)),

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from phloem.core.errors import ConfigError
 from phloem.kernels.buffer import KVBuffer
-from phloem.kernels.merge import merge_partials
+from phloem.kernels.merge import add_sinks, merge_partials
 from phloem.kernels.reference import ReferenceOps
-from phloem.kernels.table import Ops
+from phloem.kernels.table import Ops, Scoring
 from phloem.kernels.torch_ops import TorchOps, cpu_multiplies_bf16
 
 __all__ = [
     "KVBuffer",
     "Ops",
     "ReferenceOps",
+    "Scoring",
     "TorchOps",
+    "add_sinks",
     "cpu_multiplies_bf16",
     "make_ops",
     "merge_partials",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["merge_partials"]
+__all__ = ["add_sinks", "merge_partials"]
 
 
 def merge_partials(
@@ -23,3 +23,12 @@ def merge_partials(
     part_a = torch.where(weight_a > 0, out_a.float() * weight_a, 0.0)
     part_b = torch.where(weight_b > 0, out_b.float() * weight_b, 0.0)
     return (part_a + part_b).to(out_a.dtype), lse
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Attention after one score more, of no token, has joined each softmax.
+
+    `out` (..., D) and its LSE (...); `sinks` are broadcast over the LSE. All keys must be in.
+    """
+    kept = torch.sigmoid(lse - sinks.float())  # exp(lse) / (exp(lse) + exp(sink))
+    return (out.float() * kept[..., None]).to(out.dtype)

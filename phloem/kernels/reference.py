@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from phloem.kernels.buffer import KVBuffer
+from phloem.kernels.table import Scoring
 
 __all__ = ["ReferenceOps", "paged_attention"]
 
@@ -39,6 +41,11 @@ class ReferenceOps:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
 
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        return (0.5 * gate * (1 + torch.tanh(inner)) * up).to(gate_up.dtype)
+
     def write_kv(self, buffer: KVBuffer, layer: int, k: Tensor, v: Tensor, index: Tensor) -> None:
         width = buffer.heads_per_group * buffer.head_dim
         for kv, value in ((0, k), (1, v)):
@@ -53,42 +60,74 @@ class ReferenceOps:
         by_head = by_token.transpose(2, 3).contiguous()
         return by_head.view(2, buffer.num_kv_heads, -1, buffer.head_dim)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-        scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scoring: Scoring,
+        *,
+        causal: bool = False,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        scores = _scores(q.float() @ k.float().transpose(-1, -2), scoring)
         if causal:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(future, -math.inf)
+        if mask is not None:
+            scores = scores + mask.float()
         out = torch.softmax(scores, dim=-1) @ v.float()
         return out.to(q.dtype), torch.logsumexp(scores, dim=-1)
 
-    def attend_masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1]) + mask.float()
-        return (torch.softmax(scores, dim=-1) @ v.float()).to(q.dtype)
+
+def _scores(products: Tensor, scoring: Scoring) -> Tensor:
+    scores = products * scoring.scale
+    if scoring.softcap is None:
+        return scores
+    return scoring.softcap * torch.tanh(scores / scoring.softcap)
+
+
+def _nothing_hidden(position: int) -> int:
+    del position
+    return 0
 
 
 def paged_attention(
-    q: Tensor, buffer: KVBuffer, layer: int, slots: list[int], start: int
+    q: Tensor,
+    buffer: KVBuffer,
+    layer: int,
+    slots: Mapping[int, int] | Sequence[int],
+    start: int,
+    *,
+    scoring: Scoring | None = None,
+    earliest: Callable[[int], int] = _nothing_hidden,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One row, token by token: queries q (L, H, D) at positions start ... start + L - 1.
 
-    Reads the K and V of positions 0 ... start + L - 1 from pages `slots`. Returns the output
-    (L, H, D) and its LSE (L, H), natural log.
+    A query at p reads the K and V of positions earliest(p) ... p, from the pages of `slots` (page
+    number -> slot). `scoring` None: products over the root of D. `sinks` (H,): a score more in each
+    head's denominator. Returns the output (L, H, D) and its LSE without the sinks (L, H), natural
+    log.
     """
+    scoring = scoring or Scoring(q.shape[-1] ** -0.5)
     count, heads, dim = q.shape
     size = buffer.page_size
-    total = start + count
     pages = buffer.layer(layer)  # (P + 1, G, 2, T, h, D)
-    kv = torch.stack(
-        [pages[slots[pos // size], :, :, pos % size] for pos in range(total)]
-    ).float()  # (S, G, 2, h, D)
-    k = kv[:, :, 0].reshape(total, buffer.num_kv_heads, dim)
-    v = kv[:, :, 1].reshape(total, buffer.num_kv_heads, dim)
     rep = heads // buffer.num_kv_heads
     out, lse = torch.empty_like(q), q.new_empty((count, heads), dtype=torch.float32)
     for i in range(count):
-        seen = start + i + 1
+        at = start + i
+        positions = range(earliest(at), at + 1)
+        seen = [pages[slots[pos // size], :, :, pos % size] for pos in positions]
+        kv = torch.stack(seen).float()  # (S, G, 2, h, D)
+        k = kv[:, :, 0].reshape(len(seen), buffer.num_kv_heads, dim)
+        v = kv[:, :, 1].reshape(len(seen), buffer.num_kv_heads, dim)
         for head in range(heads):
-            scores = k[:seen, head // rep] @ q[i, head].float() / math.sqrt(dim)
+            scores = _scores(k[:, head // rep] @ q[i, head].float(), scoring)
             lse[i, head] = torch.logsumexp(scores, dim=0)
-            out[i, head] = (torch.softmax(scores, dim=0) @ v[:seen, head // rep]).to(q.dtype)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1].float()))
+            weights = torch.softmax(scores, dim=0)[: len(seen)]
+            out[i, head] = (weights @ v[:, head // rep]).to(q.dtype)
     return out, lse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -9,7 +10,16 @@ if TYPE_CHECKING:
 
     from phloem.kernels.buffer import KVBuffer
 
-__all__ = ["Ops"]
+__all__ = ["Ops", "Scoring"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How the product s of a query and a key becomes a score: s * scale, then, with a softcap c,
+    c * tanh(s / c)."""
+
+    scale: float
+    softcap: float | None = None
 
 
 class Ops(Protocol):
@@ -22,7 +32,10 @@ class Ops(Protocol):
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise the last dimension by its root mean square, then scale by `weight`."""
+        """Normalise the last dimension by its root mean square, then scale by `weight`.
+
+        In fp32, rounded once to x's dtype; `weight` may be of a wider dtype than x.
+        """
         ...
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -31,6 +44,10 @@ class Ops(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(first half) * second half of the last dimension. May overwrite its argument."""
+        ...
+
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        """As `silu_mul`, with GELU by its tanh approximation."""
         ...
 
     def write_kv(self, buffer: KVBuffer, layer: int, k: Tensor, v: Tensor, index: Tensor) -> None:
@@ -44,14 +61,20 @@ class Ops(Protocol):
         """
         ...
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scoring: Scoring,
+        *,
+        causal: bool = False,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Softmax attention: q (B, H, L, D), k and v (B, H, S, D) -> (B, H, L, D), LSE (B, H, L).
 
-        The LSE is the natural log of the sum of exponentials of the scaled scores, fp32.
-        `causal`: query i sees keys 0 ... i (then L == S).
+        The LSE is the natural log of the sum of exponentials of the scores, fp32. `causal`: query i
+        sees keys 0 ... i (then L == S). `mask`: additive, zeros and -inf, broadcast over
+        (B, 1, L, S); no query sees nothing. Not both.
         """
-        ...
-
-    def attend_masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """Attention under an additive mask (B, 1, 1, S) of zeros and -inf; no row is all -inf."""
         ...

@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from phloem.kernels.buffer import KVBuffer
+from phloem.kernels.table import Scoring
 
 __all__ = ["TorchOps", "cpu_multiplies_bf16"]
 
@@ -55,6 +56,8 @@ class TorchOps:
         return F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if weight.dtype is not x.dtype:
+            return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps).to(x.dtype)
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -72,6 +75,10 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
     def write_kv(self, buffer: KVBuffer, layer: int, k: Tensor, v: Tensor, index: Tensor) -> None:
         width = buffer.heads_per_group * buffer.head_dim
         buffer.token_rows(layer, 0).index_copy_(0, index, k.reshape(-1, width))
@@ -85,14 +92,20 @@ class TorchOps:
         by_token = rows.view(2, buffer.num_head_groups, -1, heads, dim)
         return by_token.transpose(2, 3).contiguous().view(2, buffer.num_kv_heads, -1, dim)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-        if q.device.type == "cpu":
-            out, lse = _flash_cpu(q, k, v, 0.0, causal)
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scoring: Scoring,
+        *,
+        causal: bool = False,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if q.device.type == "cpu" and scoring.softcap is None:
+            out, lse = _flash_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scoring.scale)
             return out, lse
-        return _attend_in_blocks(q, k, v, causal=causal)
-
-    def attend_masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return _attend_in_blocks(q, k, v, scoring, causal=causal, mask=mask)
 
 
 def _linear_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -109,18 +122,24 @@ def _linear_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+def _attend_in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, *, causal: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Exact attention with an LSE out of plain matrix products, a block of queries at a time."""
-    batch, heads, count, dim = q.shape
+    batch, heads, count, _ = q.shape
     out = q.new_empty(q.shape)
     lse = q.new_empty((batch, heads, count), dtype=torch.float32)
     step = max(1, SCORES_BYTES // (4 * batch * heads * k.shape[2]))
     keys = torch.arange(k.shape[2], device=q.device)
     for low in range(0, count, step):
         high = min(low + step, count)
-        scores = (q[:, :, low:high] @ k.transpose(-1, -2)).float() / math.sqrt(dim)
+        scores = (q[:, :, low:high] @ k.transpose(-1, -2)).float().mul_(scoring.scale)
+        if scoring.softcap is not None:
+            scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
         if causal:
             scores.masked_fill_(keys > keys[low:high, None], -math.inf)
+        if mask is not None:
+            scores += mask if mask.shape[-2] == 1 else mask[..., low:high, :]
         lse[:, :, low:high] = torch.logsumexp(scores, dim=-1)
         out[:, :, low:high] = torch.softmax(scores, dim=-1).to(v.dtype) @ v
     return out, lse

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phloem.attention import AttentionBackend
+from phloem.attention import LayeredAttention
 from phloem.config.model import ModelConfig
 from phloem.kernels import Ops
 from phloem.layers import DecoderWeights, LayerWeights, RopeTable
@@ -51,7 +51,7 @@ class Decoder:
         tokens: Tensor,
         positions: Tensor,
         *,
-        attention: AttentionBackend[Any],
+        attention: LayeredAttention,
         meta: Any,
         on_layer: Callable[[], None],
     ) -> Tensor:

@@ -7,7 +7,7 @@ Between the steps of a layer activations are fp32; the residual keeps the model'
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -74,13 +74,13 @@ class NativeDecoder:
         positions: Tensor,  # noqa: ARG002 - the plan has them
         *,
         attention: object,  # noqa: ARG002 - a layer attends by itself
-        meta: NativeBatch,
+        meta: Sequence[NativeBatch],
         on_layer: Callable[[], None],
     ) -> Tensor:
         """Hidden states after the last layer, before the final norm: (N, hidden)."""
         hidden = self._kernels.embedding(tokens, self._embedding)
         for layer, kv in zip(self._layers, self._kv, strict=True):
-            self._kernels.layer_forward(layer, kv, meta, hidden)
+            self._kernels.layer_forward(layer, kv, meta[0], hidden)
             on_layer()
         return hidden
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from phloem.worker.load import LoadedWorker, WorkerOptions, kv_spec, load_worker
+from phloem.worker.load import LoadedWorker, WorkerOptions, load_worker
 from phloem.worker.memory import activation_bytes
+from phloem.worker.pages import kv_spec, kv_specs
 from phloem.worker.runner import CaptureLogits, Hooks, Runner
 from phloem.worker.torch_worker import InlineWorker, TorchWorker
 
@@ -17,5 +18,6 @@ __all__ = [
     "WorkerOptions",
     "activation_bytes",
     "kv_spec",
+    "kv_specs",
     "load_worker",
 ]

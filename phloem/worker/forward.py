@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from phloem.attention import AttentionBackend, GatherAttention, ReferenceAttention
+from phloem.attention import GatherAttention, LayeredAttention, ReferenceAttention
 from phloem.config.model import ModelConfig
 from phloem.core.errors import ConfigError
-from phloem.kernels import cpu_multiplies_bf16, make_ops
+from phloem.kernels import Scoring, cpu_multiplies_bf16, make_ops
 from phloem.layers import DecoderWeights
 from phloem.models import Decoder, Forward
+from phloem.models.native_fit import native_fits
 from phloem.pools import DevicePool
 
 __all__ = ["KERNELS", "ForwardPass", "choose_kernels", "make_forward"]
 
 KERNELS = ("auto", "native", "torch", "reference")
-PANEL = 16  # columns that native kernels pack together
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class ForwardPass:
 
     kernels: str
     model: Forward
-    attention: AttentionBackend[Any]
+    attention: LayeredAttention
     weight_bytes: int
 
 
@@ -40,17 +40,14 @@ def choose_kernels(name: str, device: torch.device, config: ModelConfig) -> str:
         raise ConfigError(f"unknown kernels {name!r}; known: {', '.join(KERNELS)}")
     if name == "native" and device.type != "cpu":
         raise ConfigError(f"--kernels native runs on a CPU only, not on {device.type}")
-    fits = config.intermediate_size % PANEL == 0
-    if name == "native" and not fits:
-        raise ConfigError(
-            f"--kernels native needs an intermediate size that {PANEL} divides, and this model's "
-            f"is {config.intermediate_size}; use --kernels torch"
-        )
+    lacking = native_fits(config)
+    if name == "native" and lacking is not None:
+        raise ConfigError(f"--kernels native needs {lacking}; use --kernels torch")
     if name != "auto":
         return name
     from phloem.kernels.native_abi import native_available
 
-    wanted = fits and device.type == "cpu" and not cpu_multiplies_bf16()
+    wanted = lacking is None and device.type == "cpu" and not cpu_multiplies_bf16()
     return "native" if wanted and native_available() else "torch"
 
 
@@ -58,20 +55,27 @@ def make_forward(
     kernels: str,
     config: ModelConfig,
     weights: DecoderWeights,
-    pool: DevicePool,
+    pools: Sequence[DevicePool],
     *,
     num_positions: int,
     threads: int | None,
 ) -> ForwardPass:
-    """Join weights and pool; `kernels` as `choose_kernels` answered.
+    """Join weights and pools, one per component; `kernels` as `choose_kernels` answered.
 
     Native kernels pack the weights: nothing keeps those of `weights` alive but its owner.
     """
     if kernels == "native":
-        return _native(config, weights, pool, num_positions=num_positions, threads=threads)
+        return _native(config, weights, pools, num_positions=num_positions, threads=threads)
     ops = make_ops(kernels)
     slow = kernels == "reference"
-    attention = ReferenceAttention(pool.buffer) if slow else GatherAttention(pool.buffer, ops)
+    scoring = Scoring(config.score_scale, config.attn_softcap)
+    backends = [
+        ReferenceAttention(pool.buffer, scoring=scoring, window=window)
+        if slow
+        else GatherAttention(pool.buffer, ops, scoring=scoring, window=window)
+        for pool, window in zip(pools, (None, config.window), strict=False)
+    ]
+    attention = LayeredAttention(backends, config.component_layers)
     model = Decoder(config, weights, ops=ops, num_positions=num_positions)
     return ForwardPass(kernels, model, attention, weights.num_bytes)
 
@@ -79,7 +83,7 @@ def make_forward(
 def _native(
     config: ModelConfig,
     weights: DecoderWeights,
-    pool: DevicePool,
+    pools: Sequence[DevicePool],
     *,
     num_positions: int,
     threads: int | None,
@@ -91,6 +95,8 @@ def _native(
 
     library = NativeKernels(threads=threads)
     model = NativeDecoder(
-        config, weights, kernels=library, buffer=pool.buffer, num_positions=num_positions
+        config, weights, kernels=library, buffer=pools[0].buffer, num_positions=num_positions
     )
-    return ForwardPass("native", model, NativeAttention(pool.buffer, library), model.weight_bytes)
+    backends = [NativeAttention(pool.buffer, library) for pool in pools]
+    attention = LayeredAttention(backends, config.component_layers)
+    return ForwardPass("native", model, attention, model.weight_bytes)

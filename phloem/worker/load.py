@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -11,27 +11,29 @@ import torch
 
 from phloem.config.checkpoint import read_model_config
 from phloem.config.model import ModelConfig
-from phloem.core.clock import MonotonicClock
 from phloem.core.errors import ConfigError
-from phloem.kv.layout import PageLayout, default_head_groups
-from phloem.kv.sizing import num_pages_for, pages_for_tokens
-from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
+from phloem.kv.sizing import pages_for_tokens
+from phloem.kv.spec import KVDtype, KVSpec
 from phloem.models import load_weights
 from phloem.pools import DevicePool, HostArena
 from phloem.pools.device import torch_dtype
-from phloem.transfer import TransferEngine, TransferHooks, memory_of
+from phloem.transfer import TransferEngine, TransferHooks
 from phloem.worker.forward import choose_kernels, make_forward
 from phloem.worker.memory import activation_bytes
+from phloem.worker.pages import host_tier, kv_specs, make_pools, page_counts
 from phloem.worker.rows import RowTables
 from phloem.worker.runner import Hooks, Runner
 from phloem.worker.torch_worker import InlineWorker, TorchWorker
 
-__all__ = ["LoadedWorker", "WorkerOptions", "kv_spec", "load_worker"]
+__all__ = ["LoadedWorker", "WorkerOptions", "load_worker"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
     """How to run a model. Give `num_pages`, or `kv_bytes` from which it is computed.
+
+    Where layers have a window, `window_pages` and `window_host_pages` are those layers' own; None:
+    as many as of the others.
 
     `max_model_len` None: what the model was trained for. `threads` None: PyTorch's choice.
     `inline`: run plans inside `submit` instead of on a thread.
@@ -42,6 +44,7 @@ class WorkerOptions:
     device: str = "cpu"
     page_size: int = 16
     num_pages: int | None = None
+    window_pages: int | None = None
     kv_bytes: int | None = None
     max_running: int = 64
     max_model_len: int | None = None
@@ -51,43 +54,52 @@ class WorkerOptions:
     hooks: Hooks = field(default_factory=Hooks)
     inline: bool = False
     host_pages: int = 0  # 0: no host tier
+    window_host_pages: int | None = None
     transfer_hooks: TransferHooks | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedWorker:
-    """A worker that is ready for plans, and the facts about it."""
+    """A worker that is ready for plans, and the facts about it.
+
+    `specs`, `pools`, `num_pages` and `hosts` are by component: full, and window if some layers have
+    one. `hosts` is empty without a host tier.
+    """
 
     worker: TorchWorker | InlineWorker
     config: ModelConfig
-    spec: KVSpec
-    pool: DevicePool
-    num_pages: int
+    specs: tuple[KVSpec, ...]
+    pools: tuple[DevicePool, ...]
+    num_pages: tuple[int, ...]
     max_model_len: int
     weight_bytes: int
     kernels: str  # what "auto" came to
     activation_bytes: int
-    host: HostArena | None = None
+    hosts: tuple[HostArena, ...] = ()
     transfers: TransferEngine | None = None  # close it after the worker
     # Blocks while it reads another checkpoint of the same configuration; what it returns puts the
     # weights in place, and is to be called while no plan is in flight. Raises ConfigError.
     reload: Callable[[Path], Callable[[], None]]
 
     @property
+    def spec(self) -> KVSpec:
+        """The state of the layers that keep all tokens."""
+        return self.specs[0]
+
+    @property
+    def pool(self) -> DevicePool:
+        """The pages of the layers that keep all tokens."""
+        return self.pools[0]
+
+    @property
+    def host(self) -> HostArena | None:
+        """The host pages of the layers that keep all tokens."""
+        return self.hosts[0] if self.hosts else None
+
+    @property
     def page_bytes(self) -> int:
+        """Of a page of the layers that keep all tokens."""
         return self.spec.page_bytes
-
-
-def kv_spec(config: ModelConfig, *, dtype: KVDtype, page_size: int) -> KVSpec:
-    """The KV state of a model's layers."""
-    return KVSpec(
-        kind=AttentionKind.GQA,
-        dtype=dtype,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        page_size=page_size,
-    )
 
 
 def load_worker(
@@ -109,34 +121,41 @@ def load_worker(
     config = read_model_config(path)
     kernels = choose_kernels(options.kernels, device, config)
     max_len = _max_model_len(options, config)
-    spec = kv_spec(config, dtype=dtype, page_size=options.page_size)
-    num_pages = _num_pages(options, spec)
+    specs = kv_specs(config, dtype=dtype, page_size=options.page_size)
+    num_pages = page_counts(
+        specs,
+        num_pages=options.num_pages,
+        window_pages=options.window_pages,
+        kv_bytes=options.kv_bytes,
+    )
     weights = load_weights(
         path, config, dtype=torch_dtype(dtype), device=device, on_progress=on_progress
     )
-    layout = PageLayout(spec, num_pages, default_head_groups(config.num_kv_heads))
-    pool = DevicePool(layout, device=device)
-    arena, transfers = _host_tier(options, pool)
+    pools = make_pools(specs, num_pages, device)
+    hosts, transfers = host_tier(
+        pools, config.component_layers, _host_pages(options, len(specs)), options.transfer_hooks
+    )
     forward = make_forward(
-        kernels, config, weights, pool, num_positions=max_len, threads=options.threads
+        kernels, config, weights, pools, num_positions=max_len, threads=options.threads
     )
     del weights  # native kernels hold their own
     runner = Runner(
         forward.model,
-        pool,
+        pools,
         attention=forward.attention,
         tables=RowTables(
             max_running=options.max_running,
             max_pages=pages_for_tokens(max_len, options.page_size),
+            num_components=len(specs),
         ),
         hooks=options.hooks,
         gate=transfers,
     )
     return LoadedWorker(
-        worker=InlineWorker(runner, pool) if options.inline else TorchWorker(runner, pool),
+        worker=InlineWorker(runner, pools) if options.inline else TorchWorker(runner, pools),
         config=config,
-        spec=spec,
-        pool=pool,
+        specs=specs,
+        pools=pools,
         num_pages=num_pages,
         max_model_len=max_len,
         weight_bytes=forward.weight_bytes,
@@ -144,15 +163,20 @@ def load_worker(
         activation_bytes=activation_bytes(
             config, options.max_prefill_tokens, dtype=dtype, max_running=options.max_running
         ),
-        host=arena,
+        hosts=hosts,
         transfers=transfers,
-        reload=partial(_reload, runner, pool, options, config=config, num_positions=max_len),
+        reload=partial(_reload, runner, pools, options, config=config, num_positions=max_len),
     )
+
+
+def _host_pages(options: WorkerOptions, num_components: int) -> tuple[int, ...]:
+    window = options.window_host_pages
+    return (options.host_pages, options.host_pages if window is None else window)[:num_components]
 
 
 def _reload(
     runner: Runner,
-    pool: DevicePool,
+    pools: tuple[DevicePool, ...],
     options: WorkerOptions,
     path: Path,
     *,
@@ -171,7 +195,7 @@ def _reload(
         choose_kernels(options.kernels, device, config),
         config,
         weights,
-        pool,
+        pools,
         num_positions=num_positions,
         threads=options.threads,
     )
@@ -180,20 +204,6 @@ def _reload(
         runner.replace(forward.model, forward.attention)
 
     return swap
-
-
-def _host_tier(
-    options: WorkerOptions, pool: DevicePool
-) -> tuple[HostArena | None, TransferEngine | None]:
-    if options.host_pages < 0:
-        raise ConfigError(f"host_pages must be at least 0, got {options.host_pages}")
-    if options.host_pages == 0:
-        return None, None
-    arena = HostArena(replace(pool.layout, num_pages=options.host_pages))
-    engine = TransferEngine(
-        [memory_of(pool, arena)], MonotonicClock(), hooks=options.transfer_hooks
-    )
-    return arena, engine
 
 
 def _dtype(name: str) -> KVDtype:
@@ -225,14 +235,3 @@ def _max_model_len(options: WorkerOptions, config: ModelConfig) -> int:
     if options.max_running < 1:
         raise ConfigError(f"max_running must be at least 1, got {options.max_running}")
     return length
-
-
-def _num_pages(options: WorkerOptions, spec: KVSpec) -> int:
-    if (options.num_pages is None) == (options.kv_bytes is None):
-        raise ConfigError("give either num_pages or kv_bytes")
-    if options.kv_bytes is not None:
-        return num_pages_for(spec, options.kv_bytes)
-    assert options.num_pages is not None, "checked above"
-    if options.num_pages < 1:
-        raise ConfigError(f"num_pages must be at least 1, got {options.num_pages}")
-    return options.num_pages

@@ -1,4 +1,4 @@
-"""The worker's tables: page table, last token and sampling state of every row."""
+"""The worker's tables: page tables, last token and sampling state of every row."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class RowState:
 
 
 class RowTables:
-    """State of `max_running` rows; a row of the page table holds `max_pages` slots."""
+    """State of `max_running` rows; a row of a component's page table holds `max_pages` slots."""
 
-    def __init__(self, *, max_running: int, max_pages: int) -> None:
-        self._pages = np.zeros((max_running, max_pages), dtype=np.int64)
+    def __init__(self, *, max_running: int, max_pages: int, num_components: int = 1) -> None:
+        self._pages = np.zeros((num_components, max_running, max_pages), dtype=np.int64)
         self._last_token = np.zeros(max_running, dtype=np.int64)
         self._states: list[RowState | None] = [None] * max_running
 
@@ -59,9 +59,11 @@ class RowTables:
         """The serials under which `rows` are held."""
         return [state.serial for row in rows if (state := self._states[row]) is not None]
 
-    def slots(self, row: int, num_pages: int) -> npt.NDArray[np.int64]:
-        """A copy of the first pages of a row's table."""
-        return self._pages[row, :num_pages].copy()
+    def slots(
+        self, row: int, end_page: int, *, first_page: int = 0, component: int = 0
+    ) -> npt.NDArray[np.int64]:
+        """A copy of pages first_page ... end_page - 1 of a row's table."""
+        return self._pages[component, row, first_page:end_page].copy()
 
     def tokens(self, plan: RowPlan) -> npt.NDArray[np.int64]:
         """The ids that a row computes; a future is its last sampled token."""
@@ -86,10 +88,13 @@ class RowTables:
 
     def _update_pages(self, update: PageTableUpdate) -> None:
         end = update.first_page + len(update.refs)
-        assert end <= self._pages.shape[1], (
-            f"page {end} of a table of {self._pages.shape[1]} pages (row {update.row})"
+        num_components, _, max_pages = self._pages.shape
+        assert update.component < num_components, (
+            f"component {update.component} of a model with {num_components} (row {update.row})"
         )
-        self._pages[update.row, update.first_page : end] = slots_of(update.refs)
+        assert end <= max_pages, f"page {end} of a table of {max_pages} pages (row {update.row})"
+        table = self._pages[update.component]
+        table[update.row, update.first_page : end] = slots_of(update.refs)
 
 
 def _initial_state(init: RowInit) -> RowState:

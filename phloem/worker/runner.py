@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from phloem.attention import AttentionBackend
+from phloem.attention import LayeredAttention
 from phloem.core.plan import RowResult, StepPlan, StepResult
 from phloem.core.refs import slots_of
 from phloem.core.transfer import LayerGate
@@ -56,19 +55,20 @@ class Runner:
     def __init__(
         self,
         model: Forward,
-        pool: DevicePool,
+        pools: Sequence[DevicePool],
         *,
-        attention: AttentionBackend[Any],
+        attention: LayeredAttention,
         tables: RowTables,
         hooks: Hooks,
         gate: LayerGate | None = None,
     ) -> None:
-        self._model, self._pool, self._attention = model, pool, attention
+        self._model, self._pools, self._attention = model, tuple(pools), attention
+        self._page_size = self._pools[0].layout.spec.page_size
         self._tables, self._hooks, self._gate = tables, hooks, gate
         self._cancelled: set[int] = set()  # serials; written by another thread
         self._stopped = False
 
-    def replace(self, model: Forward, attention: AttentionBackend[Any]) -> None:
+    def replace(self, model: Forward, attention: LayeredAttention) -> None:
         """Other weights from now on; only while no plan is in flight."""
         self._model, self._attention = model, attention
 
@@ -85,7 +85,9 @@ class Runner:
         """Execute `plan` and return the sampled tokens. Plans must come in submission order."""
         started = time.perf_counter()
         if self._hooks.nan_fill:
-            self._pool.fill_nan(slots_of(plan.freed_pages))
+            freed = (plan.freed_pages, plan.freed_window_pages)
+            for pool, refs in zip(self._pools, freed, strict=False):
+                pool.fill_nan(slots_of(refs))
         self._cancelled.difference_update(self._tables.serials(plan.released))
         self._tables.apply(plan)
         on_layer = functools.partial(self._between_layers, plan)
@@ -111,10 +113,11 @@ class Runner:
         inputs = build_inputs(
             plan,
             self._tables,
-            page_size=self._pool.layout.spec.page_size,
+            page_size=self._page_size,
+            window=self._model.config.window,
             device=self._model.device,
         )
-        meta = self._attention.plan(inputs.batch)
+        meta = self._attention.plan(inputs.batches)
         layers.wait()
         hidden = self._model.forward(
             inputs.tokens,
@@ -156,7 +159,7 @@ class Runner:
         self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, capture: CaptureLogits
     ) -> None:
         step = logits_rows_per_pass(self._model.config.vocab_size)
-        for row, span in zip(plan.rows, inputs.batch.spans, strict=True):
+        for row, span in zip(plan.rows, inputs.batches[0].spans, strict=True):
             for low in range(0, span.count, step):
                 high = min(low + step, span.count)
                 logits = self._model.logits(hidden[span.first + low : span.first + high])

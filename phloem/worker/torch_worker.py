@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phloem.core.errors import EngineDead
@@ -24,8 +25,8 @@ class _Failed:
 class InlineWorker:
     """Runs a plan inside `submit`: for tests and audits."""
 
-    def __init__(self, runner: Runner, pool: DevicePool) -> None:
-        self._runner, self._pool = runner, pool
+    def __init__(self, runner: Runner, pools: Sequence[DevicePool]) -> None:
+        self._runner, self._pools = runner, tuple(pools)
         self._done: deque[StepResult | _Failed] = deque()
         self._broken = False
 
@@ -49,9 +50,9 @@ class InlineWorker:
         assert self._done, "nothing was submitted"
         return _unwrap(self._done.popleft())
 
-    def read_page(self, ref: PageRef) -> bytes:
+    def read_page(self, ref: PageRef, component: int = 0) -> bytes:
         """A copy of a page's bytes, for audits; no plan may be in flight."""
-        return self._pool.read_page(slot_of(ref))
+        return self._pools[component].read_page(slot_of(ref))
 
     def close(self) -> None:
         self._done.clear()
@@ -60,11 +61,11 @@ class InlineWorker:
 class TorchWorker:
     """Runs plans first in, first out, on its own thread.
 
-    Owns the runner (and through it the tables and the pool) until `close`.
+    Owns the runner (and through it the tables and the pools) until `close`.
     """
 
-    def __init__(self, runner: Runner, pool: DevicePool) -> None:
-        self._runner, self._pool = runner, pool
+    def __init__(self, runner: Runner, pools: Sequence[DevicePool]) -> None:
+        self._runner, self._pools = runner, tuple(pools)
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult | _Failed] = queue.SimpleQueue()
         self._next: StepResult | _Failed | None = None  # taken by `wait`, not collected yet
@@ -92,9 +93,9 @@ class TorchWorker:
         self._next = None
         return _unwrap(outcome)
 
-    def read_page(self, ref: PageRef) -> bytes:
+    def read_page(self, ref: PageRef, component: int = 0) -> bytes:
         """A copy of a page's bytes, for audits; no plan may be in flight."""
-        return self._pool.read_page(slot_of(ref))
+        return self._pools[component].read_page(slot_of(ref))
 
     def close(self) -> None:
         """Stop the running plan at its next layer, drop the queued ones, and join the thread."""

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from phloem.attention import GatherAttention, RaggedBatch, ReferenceAttention, RowSpan, gather
+from phloem.attention import (
+    GatherAttention,
+    RaggedBatch,
+    ReferenceAttention,
+    RowSpan,
+    gather_plan,
+)
 from phloem.kernels import TorchOps
 from phloem.kv.layout import PageLayout
 from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
@@ -61,7 +67,7 @@ def fill_earlier(pool: DevicePool, batch: RaggedBatch) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_ragged_batches_equal_the_definition(page_size, kv_heads, groups, dtype, seed, monkeypatch):
     """Every slot that holds no token of a row is NaN, and none of it is seen."""
-    monkeypatch.setattr(gather, "CONTEXT_BLOCK_TOKENS", 13)
+    monkeypatch.setattr(gather_plan, "CONTEXT_BLOCK_TOKENS", 13)
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     pool = make_pool(page_size, kv_heads=kv_heads, groups=groups, dtype=dtype)
@@ -85,7 +91,7 @@ def test_a_padded_decode_batch_is_cut_by_memory(monkeypatch):
     """Many rows of one length: batches stay below the bound, and every row is in one of them."""
     pool = make_pool(4, kv_heads=2, groups=2, dtype=KVDtype.FP32)
     token_bytes = 2 * 2 * 8 * 4
-    monkeypatch.setattr(gather, "DECODE_BATCH_BYTES", 3 * 8 * token_bytes)
+    monkeypatch.setattr(gather_plan, "DECODE_BATCH_BYTES", 3 * 8 * token_bytes)
     spans = tuple(RowSpan(i, 7, 1, np.array([2 * i, 2 * i + 1])) for i in range(8))
     plan = GatherAttention(pool.buffer, TorchOps()).plan(RaggedBatch(spans, 4))
     assert [d.rows.tolist() for d in plan.decodes] == [[0, 1, 2], [3, 4, 5], [6, 7]]

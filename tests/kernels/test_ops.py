@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from phloem.core.errors import ConfigError
-from phloem.kernels import ReferenceOps, TorchOps, make_ops, merge_partials, torch_ops
+from phloem.kernels import ReferenceOps, Scoring, TorchOps, make_ops, merge_partials, torch_ops
 
 FAST, SLOW = TorchOps(), ReferenceOps()
+PLAIN = Scoring(8**-0.5)
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 DTYPES = sorted(TOLERANCES, key=str)
 
@@ -78,11 +79,11 @@ def test_attend_and_its_lse(dtype, blocks, queries, keys, causal, monkeypatch):
     q = torch.randn(2, 3, queries, 8).to(dtype)
     k, v = torch.randn(2, 2, 1, keys, 8).to(dtype).expand(2, 2, 3, keys, 8)
     out, lse = (
-        torch_ops._attend_in_blocks(q, k, v, causal=causal)
+        torch_ops._attend_in_blocks(q, k, v, PLAIN, causal=causal, mask=None)
         if blocks
-        else FAST.attend(q, k, v, causal=causal)
+        else FAST.attend(q, k, v, PLAIN, causal=causal)
     )
-    want, want_lse = SLOW.attend(q, k, v, causal=causal)
+    want, want_lse = SLOW.attend(q, k, v, PLAIN, causal=causal)
     assert close(out, want, dtype)
     assert lse.dtype == torch.float32
     assert torch.allclose(lse, want_lse, atol=TOLERANCES[dtype], rtol=1e-5)
@@ -91,9 +92,9 @@ def test_attend_and_its_lse(dtype, blocks, queries, keys, causal, monkeypatch):
 def test_merged_halves_equal_the_whole():
     q = torch.randn(2, 3, 4, 8)
     k, v = torch.randn(2, 2, 3, 11, 8)
-    whole, whole_lse = SLOW.attend(q, k, v, causal=False)
-    first = SLOW.attend(q, k[:, :, :6], v[:, :, :6], causal=False)
-    second = SLOW.attend(q, k[:, :, 6:], v[:, :, 6:], causal=False)
+    whole, whole_lse = SLOW.attend(q, k, v, PLAIN)
+    first = SLOW.attend(q, k[:, :, :6], v[:, :, :6], PLAIN)
+    second = SLOW.attend(q, k[:, :, 6:], v[:, :, 6:], PLAIN)
     out, lse = merge_partials(*first, *second)
     assert torch.allclose(out, whole, atol=1e-6)
     assert torch.allclose(lse, whole_lse, atol=1e-6)

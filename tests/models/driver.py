@@ -45,7 +45,7 @@ class Driver:
         self.loaded, self.capture = loaded
         self.worker = self.loaded.worker
         self.page_size = self.loaded.spec.page_size
-        order = np.random.default_rng(5).permutation(self.loaded.num_pages).astype(np.int64)
+        order = np.random.default_rng(5).permutation(self.loaded.num_pages[0]).astype(np.int64)
         self._free = order.tolist()
         self._pages: dict[int, np.ndarray] = {}
         self._ends: dict[int, int] = {}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from phloem.attention import RaggedBatch, ReferenceAttention, RowSpan
+from phloem.attention import LayeredAttention, RaggedBatch, ReferenceAttention, RowSpan
 from phloem.attention.native import NativeAttention
 from phloem.config.checkpoint import read_model_config
 from phloem.kernels import ReferenceOps
@@ -59,11 +59,11 @@ class Model:
         pool.fill_nan(np.arange(64))
         self.page_size = page_size
         if kernels is None:
-            self.attention = ReferenceAttention(pool.buffer)
+            backend = ReferenceAttention(pool.buffer)
             ops = ReferenceOps()
             self.decoder = Decoder(config, weights, ops=ops, num_positions=POSITIONS)
         else:
-            self.attention = NativeAttention(pool.buffer, kernels)
+            backend = NativeAttention(pool.buffer, kernels)
             self.decoder = NativeDecoder(
                 config,
                 weights,
@@ -72,6 +72,7 @@ class Model:
                 num_positions=POSITIONS,
                 format=format,
             )
+        self.attention = LayeredAttention([backend], config.component_layers)
 
     def logits(self, spans, tokens):
         batch = RaggedBatch(tuple(spans), self.page_size)
@@ -79,7 +80,7 @@ class Model:
             tokens,
             torch.from_numpy(batch.positions()),
             attention=self.attention,
-            meta=self.attention.plan(batch),
+            meta=self.attention.plan((batch,)),
             on_layer=lambda: None,
         )
         return self.decoder.logits(hidden)

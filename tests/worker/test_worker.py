@@ -391,7 +391,7 @@ def test_cuda_without_a_gpu_is_refused(path):
 
 def test_kv_budget_buys_whole_pages(path):
     loaded = open_worker(path, num_pages=None, kv_bytes=10_000, inline=True)
-    assert loaded.num_pages == 10_000 // loaded.page_bytes == loaded.pool.num_pages
+    assert loaded.num_pages == (10_000 // loaded.page_bytes,) == (loaded.pool.num_pages,)
     assert loaded.page_bytes == 2 * 3 * 2 * 16 * 4 * PAGE
 
 

@@ -1,0 +1,49 @@
+"""Attention of a whole model: each layer has its component, and its place within it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from phloem.attention.backend import AttentionBackend
+from phloem.attention.batch import RaggedBatch
+
+__all__ = ["LayeredAttention"]
+
+
+class LayeredAttention:
+    """Joins the backends of a model's components.
+
+    `layers[c]`: the model's numbers of the layers of component c, in the order of its pages.
+    """
+
+    def __init__(
+        self, backends: Sequence[AttentionBackend[Any]], layers: Sequence[Sequence[int]]
+    ) -> None:
+        self._backends, self._layers = tuple(backends), tuple(map(tuple, layers))
+        self._places = {
+            layer: (component, index)
+            for component, numbers in enumerate(self._layers)
+            for index, layer in enumerate(numbers)
+        }
+
+    def plan(self, batches: Sequence[RaggedBatch]) -> tuple[Any, ...]:
+        """A plan per component, of its view of the batch; None where it has no layers."""
+        parts = zip(self._backends, self._layers, batches, strict=True)
+        return tuple(backend.plan(batch) if layers else None for backend, layers, batch in parts)
+
+    def run(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        meta: Sequence[Any],
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """As `AttentionBackend.run`; `layer` counts within the model."""
+        component, index = self._places[layer]
+        return self._backends[component].run(index, q, k, v, meta[component], sinks=sinks)

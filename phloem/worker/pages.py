@@ -1,0 +1,103 @@
+"""The pages of a worker by component: specs, how many there are, pools, and the tiers below."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from phloem.config.model import ModelConfig
+from phloem.core.clock import MonotonicClock
+from phloem.core.errors import ConfigError
+from phloem.kv.layout import PageLayout, default_head_groups
+from phloem.kv.sizing import num_pages_for
+from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
+from phloem.pools import DevicePool, HostArena
+from phloem.transfer import TransferEngine, TransferHooks, memory_of
+
+__all__ = ["host_tier", "kv_spec", "kv_specs", "make_pools", "page_counts"]
+
+
+def kv_specs(config: ModelConfig, *, dtype: KVDtype, page_size: int) -> tuple[KVSpec, ...]:
+    """The KV state of a model by component: full, and window if some layers have one.
+
+    Full has no layers, and so no bytes, where all layers have a window.
+    """
+    retentions = (None, config.window)
+    return tuple(
+        KVSpec(
+            kind=AttentionKind.GQA,
+            dtype=dtype,
+            num_layers=len(layers),
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            page_size=page_size,
+            retention=retention,
+        )
+        for layers, retention in zip(config.component_layers, retentions, strict=False)
+    )
+
+
+def kv_spec(config: ModelConfig, *, dtype: KVDtype, page_size: int) -> KVSpec:
+    """The KV state of the layers that keep all tokens."""
+    return kv_specs(config, dtype=dtype, page_size=page_size)[0]
+
+
+def page_counts(
+    specs: Sequence[KVSpec],
+    *,
+    num_pages: int | None,
+    window_pages: int | None,
+    kv_bytes: int | None,
+) -> tuple[int, ...]:
+    """Pages of each component's pool. Raises ConfigError for figures that cannot be."""
+    if (num_pages is None) == (kv_bytes is None):
+        raise ConfigError("give either num_pages or kv_bytes")
+    if len(specs) == 1:
+        if window_pages is not None:
+            raise ConfigError("window_pages was given, but no layer of the model has a window")
+        if kv_bytes is not None:
+            return (num_pages_for(specs[0], kv_bytes),)
+    elif kv_bytes is not None:
+        raise ConfigError("a model with sliding windows needs num_pages and window_pages")
+    assert num_pages is not None, "checked above"
+    counts = (num_pages, num_pages if window_pages is None else window_pages)[: len(specs)]
+    for name, count in zip(("num_pages", "window_pages"), counts, strict=False):
+        if count < 1:
+            raise ConfigError(f"{name} must be at least 1, got {count}")
+    return counts
+
+
+def make_pools(
+    specs: Sequence[KVSpec], counts: Sequence[int], device: torch.device
+) -> tuple[DevicePool, ...]:
+    """The device pool of each component. Raises ConfigError if the memory does not suffice."""
+    layouts = (
+        PageLayout(spec, count, default_head_groups(spec.num_kv_heads))
+        for spec, count in zip(specs, counts, strict=True)
+    )
+    return tuple(DevicePool(layout, device=device) for layout in layouts)
+
+
+def host_tier(
+    pools: Sequence[DevicePool],
+    layers: Sequence[Sequence[int]],
+    counts: Sequence[int],
+    hooks: TransferHooks | None,
+) -> tuple[tuple[HostArena, ...], TransferEngine | None]:
+    """An arena of `counts[c]` pages for each component, and what moves pages; none with 0 pages.
+
+    `layers[c]`: the model's numbers of the layers of component c.
+    """
+    if min(counts) < 0:
+        raise ConfigError(f"host_pages must be at least 0, got {min(counts)}")
+    if counts[0] == 0:
+        return (), None
+    arenas = tuple(
+        HostArena(replace(pool.layout, num_pages=count), arena_id=component)
+        for component, (pool, count) in enumerate(zip(pools, counts, strict=True))
+    )
+    parts = zip(pools, arenas, layers, strict=True)
+    memories = [memory_of(pool, arena, numbers) for pool, arena, numbers in parts]
+    return arenas, TransferEngine(memories, MonotonicClock(), hooks=hooks)
