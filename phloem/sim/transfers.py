@@ -3,11 +3,13 @@
 Pages have contents where the worker's have (`FakeWorker.memory`); host pages and storage remember
 what was copied into them, so a page that was freed, reused or copied too early shows. A transfer
 reads and writes at a moment that is drawn between its start and its end: no order may be relied on.
+A second component has a memory, a host and names in storage of its own.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -35,17 +37,21 @@ class TransferCosts:
     storage_page_s: float = 4e-4
     jitter: float = 0.0
 
-    def seconds(self, transfer: Transfer) -> float:
+    def seconds(self, transfer: Transfer, weight: float = 1.0) -> float:
+        """`weight`: bytes of one of its pages, against those of the larger component's."""
         per_page = {
             TransferKind.BACKUP_HOST: self.host_page_s,
             TransferKind.LOAD_BACK: self.host_page_s,
             TransferKind.PROBE: 0.0,
         }.get(transfer.kind, self.storage_page_s)
-        return self.fixed_s + per_page * transfer.num_pages
+        return self.fixed_s + per_page * transfer.num_pages * weight
 
 
 class SimStorage:
-    """What storage holds, by link; outlives the engines that write to it."""
+    """What storage holds, by link (of windows: link and `WINDOW`); outlives the engines that write
+    to it."""
+
+    WINDOW = b"/window"
 
     def __init__(self) -> None:
         self.pages: dict[bytes, Memory | None] = {}
@@ -73,7 +79,8 @@ class SimTransfers:
     """Implements `core.transfer.Transfers` and, for `FakeWorker`, `LayerGate`.
 
     `fails(transfer)` makes a transfer end without its pages; `blocked(transfer)` is a barrier: as
-    long as it answers True the transfer does not end. `memory` None: pages have no contents.
+    long as it answers True the transfer does not end. `memory` None: pages have no contents. A
+    window component is added by `add_window`.
     """
 
     def __init__(
@@ -91,10 +98,10 @@ class SimTransfers:
         self.log: list[Transfer] = []
         self.failed: set[int] = set()
         self.storage = storage
-        self.host: Memory | None = None
-        if memory is not None:
-            self.host = np.full((num_host_pages, memory.shape[1]), _POISON, dtype=np.int64)
-        self._memory = memory
+        self._memories = [memory]  # by component
+        self.hosts = [_host_of(memory, num_host_pages)]
+        self._page_bytes: tuple[int, ...] = (1,)
+        self.num_bytes: Counter[tuple[TransferKind, int]] = Counter()  # moved, by component
         self._clock = clock
         self._costs = TransferCosts() if costs is None else costs
         self._rng = random.Random(seed)
@@ -104,9 +111,23 @@ class SimTransfers:
         self._free_at = dict.fromkeys(TransferKind, 0.0)  # each way is one channel
         self._finished_step = -1
 
+    def add_window(
+        self,
+        *,
+        num_host_pages: int,
+        memory: Memory | None = None,
+        page_bytes: tuple[int, int] = (1, 1),
+    ) -> None:
+        """Move pages of a second component too; `page_bytes` are those of both."""
+        self._memories.append(memory)
+        self.hosts.append(_host_of(memory, num_host_pages))
+        self._page_bytes = page_bytes
+
     def submit(self, transfer: Transfer) -> None:
         self.log.append(transfer)
-        seconds = self._costs.seconds(transfer) * (1 + self._costs.jitter * self._rng.random())
+        weight = self._page_bytes[transfer.component] / max(1, *self._page_bytes)
+        seconds = self._costs.seconds(transfer, weight)
+        seconds *= 1 + self._costs.jitter * self._rng.random()
         flight = _Flight(transfer, seconds, self._rng.random() * seconds)
         flight.done = np.zeros(transfer.num_pages, dtype=np.bool_)
         flight.fails = self._fails(transfer)
@@ -181,10 +202,14 @@ class SimTransfers:
             self._move(flight)
         transfer = flight.transfer
         del self._flights[transfer.id]
+        num_bytes = int(flight.done.sum()) * self._page_bytes[transfer.component]
+        if transfer.kind is TransferKind.PROBE:
+            num_bytes = 0
+        self.num_bytes[transfer.kind, transfer.component] += num_bytes
         return TransferResult(
             id=transfer.id,
             done=flight.done,
-            num_bytes=int(flight.done.sum()),
+            num_bytes=num_bytes,
             seconds=flight.seconds,
             error="made to fail" if flight.fails else None,
         )
@@ -206,7 +231,8 @@ class SimTransfers:
 
     def _copy(self, transfer: Transfer, index: int) -> bool:
         """Move one page; whether there was one."""
-        kind, memory, host = transfer.kind, self._memory, self.host
+        kind = transfer.kind
+        memory, host = self._memories[transfer.component], self.hosts[transfer.component]
         if kind in (TransferKind.BACKUP_HOST, TransferKind.LOAD_BACK):
             if memory is not None and host is not None:
                 device, slot = slots_of(transfer.device)[index], transfer.host[index]
@@ -217,7 +243,7 @@ class SimTransfers:
             return True
         if self.storage is None:
             return False
-        link = transfer.links[index]
+        link = transfer.links[index] + SimStorage.WINDOW * transfer.component
         if kind is TransferKind.BACKUP_STORAGE:
             page = None if host is None else host[transfer.host[index]].copy()
             self.storage.pages[link] = page
@@ -231,7 +257,13 @@ class SimTransfers:
         return True
 
     def _spoil(self, transfer: Transfer, index: int) -> None:
-        if transfer.kind is TransferKind.LOAD_BACK and self._memory is not None:
-            self._memory[slots_of(transfer.device)[index]] = _POISON
-        elif transfer.kind not in _HOST_READS and self.host is not None and len(transfer.host):
-            self.host[transfer.host[index]] = _POISON
+        memory, host = self._memories[transfer.component], self.hosts[transfer.component]
+        if transfer.kind is TransferKind.LOAD_BACK and memory is not None:
+            memory[slots_of(transfer.device)[index]] = _POISON
+        elif transfer.kind not in _HOST_READS and host is not None and len(transfer.host):
+            host[transfer.host[index]] = _POISON
+
+
+def _host_of(memory: Memory | None, num_pages: int) -> Memory | None:
+    """Host pages of a component whose device pages have contents."""
+    return None if memory is None else np.full((num_pages, memory.shape[1]), _POISON, np.int64)

@@ -68,11 +68,15 @@ class TierController:
         storage: StorageKeys | None = None,
     ) -> None:
         self.config = config
-        self.cost = CostModel(page_bytes=config.page_bytes, page_size=cache.page_size)
+        self.cost = CostModel(
+            page_bytes=config.page_bytes,
+            window_page_bytes=config.window_page_bytes,
+            page_size=cache.page_size,
+        )
         self._cache = cache
         self._clock = clock
         self._page_size = cache.page_size
-        self._flights = Flights(transfers, cache, self.cost)
+        self._flights = Flights(transfers, (cache.leader.host,), self.cost)
         reuse = Reuse(config.selective_threshold)
         self._backups = HostBackups(
             cache,

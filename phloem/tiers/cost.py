@@ -4,17 +4,21 @@ Both are lines, seconds = fixed + per_unit x units, fitted to what was measured,
 
     pages on the host:   0 ....... k ....... n        k loaded, the rest computed, both at once,
                          |-load-->|-compute->|        layer by layer: max(load(k), compute(rest))
+
+Where layers have windows a prompt can be begun in several ways, each at another token and with
+other pages to load: a shorter valid match, a restart lower down, a load of full pages and of a
+tail. They are compared by the same rule. Transfers are measured in pages of the larger component.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from phloem.core.transfer import TransferKind
 
-__all__ = ["CostModel", "Forced", "Line", "LoadChoice"]
+__all__ = ["CostModel", "Forced", "Line", "LoadChoice", "Way"]
 
 _FORGET = 0.95  # weight of all earlier measurements against a new one
 
@@ -74,6 +78,19 @@ class LoadChoice:
     recompute_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to begin a prompt: the first token that is computed, and the pages to load first."""
+
+    start: int
+    full_pages: int = 0
+    window_pages: int = 0
+
+    @property
+    def loads(self) -> bool:
+        return self.full_pages + self.window_pages > 0
+
+
 class Forced(enum.Enum):
     """A way that is taken whatever it costs: for comparisons."""
 
@@ -84,8 +101,9 @@ class Forced(enum.Enum):
 class CostModel:
     """Measured costs of the loop's machine; the leader's alone."""
 
-    def __init__(self, *, page_bytes: int, page_size: int) -> None:
-        self._page_bytes = page_bytes
+    def __init__(self, *, page_bytes: int, page_size: int, window_page_bytes: int = 0) -> None:
+        self._bytes = (page_bytes, window_page_bytes)  # by component
+        page_bytes = self._page_bytes = max(self._bytes)
         self._page_size = page_size
         # Before the first measurement loading is taken to pay: 2 GB/s against 1,000 tokens/s.
         per_page = page_bytes / 2e9
@@ -94,8 +112,12 @@ class CostModel:
         self.forced: Forced | None = None  # set by whoever compares the ways
         self.chosen = {"load": 0, "part": 0, "recompute": 0}
 
-    def observe_transfer(self, kind: TransferKind, pages: int, seconds: float) -> None:
-        """A transfer of `pages` pages took `seconds`."""
+    def in_pages(self, component: int, num_pages: int) -> float:
+        """Pages of a component as pages of the larger one."""
+        return num_pages * self._bytes[component] / self._page_bytes
+
+    def observe_transfer(self, kind: TransferKind, pages: float, seconds: float) -> None:
+        """A transfer of `pages` pages (see `in_pages`) took `seconds`."""
         self.transfers[kind].observe(pages, seconds)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
@@ -140,6 +162,30 @@ class CostModel:
         best = min({0, low, min(low + 1, num_pages)}, key=lambda k: (total_s(k), -k))
         return self._choice(best, num_pages, total_s)
 
+    def seconds(self, way: Way, num_tokens: int) -> float:
+        """What a prompt of `num_tokens` is expected to take that way."""
+        pages = self.in_pages(0, way.full_pages) + self.in_pages(1, way.window_pages)
+        load_s = self.transfers[TransferKind.LOAD_BACK].seconds(pages)
+        return max(load_s, self.prefill.seconds(num_tokens - way.start))
+
+    def choose_way(self, ways: Sequence[Way], num_tokens: int) -> Way:
+        """The cheapest; of equals the one that computes, then the one that loads, least.
+
+        One of `ways` loads nothing.
+        """
+        if self.forced is Forced.LOAD:
+            return max(ways, key=lambda way: (way.start, -way.full_pages - way.window_pages))
+        if self.forced is Forced.RECOMPUTE:
+            return max((way for way in ways if not way.loads), key=lambda way: way.start)
+        return min(
+            ways,
+            key=lambda way: (
+                self.seconds(way, num_tokens),
+                -way.start,
+                way.full_pages + way.window_pages,
+            ),
+        )
+
     @staticmethod
     def _choice(pages: int, num_pages: int, total_s: Callable[[int], float]) -> LoadChoice:
         return LoadChoice(
@@ -153,3 +199,11 @@ class CostModel:
         """Remember which way a request went."""
         way = "load" if choice.pages == num_pages else "part" if choice.pages else "recompute"
         self.chosen[way] += 1
+
+    def count_way(self, way: Way, ways: Sequence[Way]) -> None:
+        """The same of a prompt that could have been begun in several ways."""
+        if way.loads:
+            most = max(each.start for each in ways if each.loads)
+            self.chosen["load" if way.start == most else "part"] += 1
+        else:
+            self.chosen["recompute"] += 1

@@ -4,34 +4,46 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from phloem.cache import PrefixCache
 from phloem.core.transfer import Transfer, TransferKind, TransferResult, Transfers
 from phloem.tiers.cost import CostModel
 
-__all__ = ["Flights", "OnEnd"]
+__all__ = ["Flights", "Holds", "OnEnd"]
 
 OnEnd: TypeAlias = Callable[[TransferResult], None]
 _NO_SLOTS = np.empty(0, dtype=np.int64)
 
 
-class Flights:
-    """Submits transfers and hands each result to who asked for it, exactly once."""
+class Holds(Protocol):
+    """Keeps host slots from being used again (see `replica.host_pool`)."""
 
-    def __init__(self, transfers: Transfers, cache: PrefixCache, cost: CostModel) -> None:
+    def hold(self, slots: bytes) -> None: ...
+
+    def release(self, slots: bytes) -> None: ...
+
+
+class Flights:
+    """Submits transfers and hands each result to who asked for it, exactly once.
+
+    Counters are of both components; `window_pages` and `window_bytes` are the window's part.
+    """
+
+    def __init__(self, transfers: Transfers, hosts: tuple[Holds, ...], cost: CostModel) -> None:
         self._transfers = transfers
-        self._host = cache.leader.host
+        self._hosts = hosts  # by component
         self._cost = cost
         self._next_id = 0
         self._flying: dict[int, tuple[Transfer, OnEnd]] = {}
-        self._held: dict[int, bytes] = {}  # quarantined slots by transfer
+        self._held: dict[int, tuple[int, bytes]] = {}  # quarantined: component and slots
         self.num_ended = 0
         self.count: Counter[TransferKind] = Counter()  # in flight
         self.pages: Counter[TransferKind] = Counter()  # arrived, since the start
         self.num_bytes: Counter[TransferKind] = Counter()
+        self.window_pages: Counter[TransferKind] = Counter()
+        self.window_bytes: Counter[TransferKind] = Counter()
         self.seconds = dict.fromkeys(TransferKind, 0.0)
         self.failed_pages: Counter[TransferKind] = Counter()
 
@@ -44,13 +56,14 @@ class Flights:
 
     @property
     def num_held_slots(self) -> int:
-        return sum(len(slots) // 8 for slots in self._held.values())
+        return sum(len(slots) // 8 for _, slots in self._held.values())
 
     def submit(
         self,
         kind: TransferKind,
         on_end: OnEnd,
         *,
+        component: int = 0,
         device: bytes = b"",
         host: bytes = b"",
         links: tuple[bytes, ...] = (),
@@ -61,6 +74,7 @@ class Flights:
         transfer = Transfer(
             id=self._next_id,
             kind=kind,
+            component=component,
             device=np.frombuffer(device, np.int64) if device else _NO_SLOTS,
             host=np.frombuffer(host, np.int64) if host else _NO_SLOTS,
             links=links,
@@ -83,7 +97,8 @@ class Flights:
         for result in self._transfers.poll():
             self._end(result)
         for transfer_id in self._transfers.released():
-            self._host.release(self._held.pop(transfer_id))
+            component, slots = self._held.pop(transfer_id)
+            self._hosts[component].release(slots)
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until something ends."""
@@ -103,10 +118,14 @@ class Flights:
             self.num_bytes[kind] += result.num_bytes
             self.seconds[kind] += result.seconds
             self.failed_pages[kind] += transfer.num_pages - arrived
+            if transfer.component:
+                self.window_pages[kind] += arrived
+                self.window_bytes[kind] += result.num_bytes
             if arrived and arrived == transfer.num_pages:
-                self._cost.observe_transfer(kind, arrived, result.seconds)
+                pages = self._cost.in_pages(transfer.component, arrived)
+                self._cost.observe_transfer(kind, pages, result.seconds)
         if result.held is not None and result.held.any():
             slots = transfer.host[result.held].tobytes()
-            self._host.hold(slots)
-            self._held[result.id] = slots
+            self._hosts[transfer.component].hold(slots)
+            self._held[result.id] = (transfer.component, slots)
         on_end(result)
