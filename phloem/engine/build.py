@@ -14,10 +14,9 @@ from phloem.config.checkpoint import read_model_config
 from phloem.config.units import format_bytes
 from phloem.core.errors import ConfigError
 from phloem.engine.api import ModelCard
-from phloem.engine.build_tiers import host_pages, tier_parts
+from phloem.engine.build_tiers import host_pages, loaded_key_facts, tier_parts
 from phloem.engine.core import BuildHooks
 from phloem.engine.facts import EngineFacts
-from phloem.engine.identity import key_facts
 from phloem.engine.loop_core import LoopCore, make_loop_core
 from phloem.engine.models import resolve_model
 from phloem.engine.resources import available_memory_bytes, default_kv_bytes, usable_cpus
@@ -60,7 +59,7 @@ def build_core(config: Config, hooks: BuildHooks, eos_ids: tuple[int, ...]) -> L
 def _load_weights(loaded: LoadedWorker, model: str) -> Callable[[], KeyFacts]:
     path = resolve_model(model).path
     swap = loaded.reload(path)
-    facts = key_facts(path, loaded.config, loaded.pool.layout)
+    facts = loaded_key_facts(path, loaded)
 
     def put_in_place() -> KeyFacts:
         swap()
@@ -105,7 +104,7 @@ def _worker_options(config: Config, hooks: BuildHooks, path: Path) -> WorkerOpti
         kv_bytes = config.cache.kv_memory_bytes or _auto_kv_bytes(device)
     spec = kv_spec(read_model_config(path), dtype=KVDtype(dtype), page_size=config.page_size)
     asked = kv_bytes or (config.cache.num_pages or 0) * spec.page_bytes
-    num_host = host_pages(config, spec, device_pages=asked // spec.page_bytes)
+    (num_host,) = host_pages(config, (spec,), device_bytes=asked)
     _check_memory(asked if device == "cpu" else 0, num_host * spec.page_bytes)
     return WorkerOptions(
         dtype=dtype,

@@ -41,12 +41,21 @@ def _plain(value: Any) -> Any:
 
 
 def key_facts(
-    path: Path, config: ModelConfig, layout: PageLayout, *, weight_quantisation: str = "none"
+    path: Path,
+    config: ModelConfig,
+    layout: PageLayout,
+    *,
+    window: PageLayout | None = None,
+    weight_quantisation: str = "none",
 ) -> KeyFacts:
-    """The facts of an engine that serves the checkpoint at `path`. Reads samples of its files."""
+    """The facts of an engine that serves the checkpoint at `path`. Reads samples of its files.
+
+    `window`: the layout of the window component's pages, where some layers have a window.
+    """
     return KeyFacts(
         weights=weights_identity(weight_files(path)),
         weight_quantisation=weight_quantisation,
         model=model_facts(config),
         layout=layout,
+        window=window,
     )

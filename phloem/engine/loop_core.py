@@ -142,6 +142,7 @@ def _controller(
         write_policy=config.tiers.write_policy,
         prefetch_policy=config.tiers.prefetch_policy,
         page_bytes=tiers.page_bytes,
+        window_page_bytes=tiers.window_page_bytes,
     )
     keys = StorageKeys(facts=tiers.key_facts, attached=tiers.storage.attached)
     return TierController(cache, tiers.transfers, clock, options, keys)

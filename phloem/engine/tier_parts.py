@@ -30,7 +30,10 @@ class StoragePort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierParts:
-    """Mover, sizes and identity. `close` gives back the mover's threads (after the worker's)."""
+    """Mover, sizes and identity. `close` gives back the mover's threads (after the worker's).
+
+    `num_host_window_pages` and `window_page_bytes` are of the window component, 0 without one.
+    """
 
     transfers: Transfers
     num_host_pages: int
@@ -40,6 +43,8 @@ class TierParts:
     close: Callable[[], None]
     open_storage: StorageOpener
     clear_directory: Callable[[str], None]  # that nobody uses now
+    num_host_window_pages: int = 0
+    window_page_bytes: int = 0
     storage_at: tuple[str, int] | None = None  # directory and bytes of what is attached at start
 
 
