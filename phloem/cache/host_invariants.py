@@ -85,7 +85,7 @@ def _transfers(cache: PrefixCache) -> Iterator[str]:
         node = backup.node
         if cache.state.tree.nodes.get(node.id) is not node or not node.locks:
             yield f"a backup of {node}, which is not locked, is in flight"
-        if backup.slots not in cache.leader.host.reserved:
+        if backup.slots and backup.slots not in cache.leader.host.reserved:
             yield f"a backup of {node} writes to slots that are not its own"
         if len(backup.refs) != backup.num_pages * REF_BYTES:
             yield f"a backup of {node} has another number of sources than of destinations"
