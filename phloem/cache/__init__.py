@@ -10,6 +10,8 @@ from phloem.cache.match import Match
 from phloem.cache.prefix_cache import PrefixCache
 from phloem.cache.reservation import PagesChanged, Reservation
 from phloem.cache.state import CacheState
+from phloem.cache.window import WindowConfig
+from phloem.cache.window_match import WindowMatch
 
 __all__ = [
     "EVICTION_POLICIES",
@@ -21,5 +23,7 @@ __all__ = [
     "PagesChanged",
     "PrefixCache",
     "Reservation",
+    "WindowConfig",
+    "WindowMatch",
     "check_invariants",
 ]

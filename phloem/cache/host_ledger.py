@@ -38,11 +38,16 @@ class HostTier:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Backup:
-    """Device pages on their way to the host: those that end with `node`, root first."""
+    """Device pages on their way to the host: those that end with `node`, root first.
+
+    `window_pages` of them have window state that goes along, to `window_slots` of its own arena.
+    """
 
     node: Node
     refs: bytes
     slots: bytes
+    window_pages: tuple[int, ...] = ()
+    window_slots: tuple[int, ...] = ()
 
     @property
     def num_pages(self) -> int:

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 from phloem.cache.chain import chain_keys, unpack_keys
-from phloem.cache.components import ABSENT
 from phloem.cache.host_invariants import host_violations
 from phloem.cache.node import REF_BYTES, Node
 from phloem.cache.prefix_cache import PrefixCache
 from phloem.cache.reservation import Reservation
 from phloem.cache.tree import RadixTree
+from phloem.cache.window_invariants import window_violations
 from phloem.core.refs import owner_of, slot_of
 
 __all__ = ["check_invariants", "violations"]
@@ -30,6 +30,7 @@ def violations(cache: PrefixCache, *, idle: bool = False) -> list[str]:
     for rule in (_shape, _edges, _locks, _pages, _tables, _counters, _order, _keys, _extras):
         out.extend(rule(cache))
     out.extend(host_violations(cache, idle=idle))
+    out.extend(window_violations(cache, idle=idle))
     if idle:
         if cache.leader.reservations:
             out.append(f"{len(cache.leader.reservations)} reservations are open at idle")
@@ -131,7 +132,9 @@ def _tables(cache: PrefixCache) -> Iterator[str]:
         if reservation.closed and not reservation.load_slots:
             yield "a closed reservation is still listed"
         shared = reservation.num_shared_pages
-        if not shared <= reservation.num_committed_pages <= reservation.num_pages:
+        committed = reservation.num_committed_pages
+        restarted = reservation.window is not None  # then what is shared may be computed again
+        if not (restarted or shared <= committed) or committed > reservation.num_pages:
             yield "a reservation has committed more pages than it has"
         if reservation.refs[:shared].tolist() != _path_refs(reservation):
             yield f"a page table differs from the tree above {reservation.node}"
@@ -192,7 +195,7 @@ def _keys(cache: PrefixCache) -> Iterator[str]:
 
 
 def _extras(cache: PrefixCache) -> Iterator[str]:
-    """Further components have a place for every page, and locks only below the spine's."""
+    """Further components have a place for every page."""
     tree = cache.state.tree
     for node in _nodes(tree):
         if len(node.extra) != len(tree.components) - 1:
@@ -200,9 +203,3 @@ def _extras(cache: PrefixCache) -> Iterator[str]:
         for state in node.extra:
             if len(state.refs) != len(node.chain):
                 yield f"{node} has {len(state.refs) // REF_BYTES} places of a component"
-            if not 0 <= state.locks <= node.locks:
-                yield f"{node} has {state.locks} locks of a component"
-            if state.locks and ABSENT.to_bytes(8, "little", signed=True) * node.num_pages == (
-                state.refs
-            ):
-                yield f"{node} locks a component that is absent"

@@ -9,6 +9,7 @@ from typing import cast
 
 from phloem.cache.ages import Ages
 from phloem.cache.chain import KEY_BYTES
+from phloem.cache.components import ABSENT
 from phloem.cache.eviction import EvictionPolicy
 from phloem.cache.ghosts import Ghosts
 from phloem.cache.host_ledger import Backup, HostLedger
@@ -18,7 +19,11 @@ from phloem.cache.placement import PlacementPolicy
 from phloem.cache.reservation import Reservation
 from phloem.cache.residence import covered
 from phloem.cache.state import CacheState
+from phloem.cache.window import WindowConfig
+from phloem.cache.window_eviction import path_end
+from phloem.cache.window_ledger import WindowLedger
 from phloem.core.errors import NoRoom
+from phloem.core.tokens import TOKEN_BYTES
 from phloem.replica import CommandLog, commands
 
 __all__ = ["Leader"]
@@ -41,6 +46,7 @@ class Leader:
         "ghosts",
         "host",
         "log",
+        "page_size",
         "placement",
         "policy",
         "record_freed",
@@ -48,6 +54,7 @@ class Leader:
         "state",
         "tree",
         "unbacked_pages",
+        "window",
     )
 
     def __init__(
@@ -59,9 +66,11 @@ class Leader:
         ghosts: Ghosts,
         record_freed: bool,
         exclusive_host: bool = False,
+        window: WindowConfig | None = None,
     ) -> None:
         self.state = state
         self.tree = state.tree
+        self.page_size = state.tree.page_bytes // TOKEN_BYTES
         self.log = CommandLog(state)
         self.policy = policy
         self.placement = placement
@@ -71,6 +80,9 @@ class Leader:
         self.demoted_pages = 0  # of these: they stay on the host
         self.unbacked_pages = 0  # of these: lost although there is a host tier
         self.host = HostLedger(state, self.log, ghosts, exclusive=exclusive_host)
+        self.window: WindowLedger | None = None
+        if window is not None:
+            self.window = WindowLedger(state, self.log, window, placement, record_freed)
         self.reservations: set[Reservation] = set()  # open now; never iterated to decide anything
         self.ages: Ages | None = None  # set by who has a clock
         self.backups: set[Backup] = set()  # in flight; never iterated to decide anything
@@ -179,15 +191,28 @@ class Leader:
             and len(node.key) <= max(APPEND_BYTES, len(tokens))
             and node is not self.tree.root
         ):
-            self.log.append(commands.append(node.id, tokens, refs))
-            return node
-        return cast(Node, self.log.append(commands.insert(node.id, namespace, tokens, refs)))
+            command = commands.append(node.id, tokens, refs)
+        else:
+            command = commands.insert(node.id, namespace, tokens, refs)
+        end = ABSENT if self.window is None else path_end(node)
+        grown = cast("Node | None", self.log.append(command))
+        if end != ABSENT and self.window is not None:
+            self.window.tails.reconsider(end, used=True)
+        return grown or node
+
+    def adopt(self, node: Node, refs: bytes) -> None:
+        """A request's own pages are those of `node`, which was on the host alone."""
+        self.host.adopt(node, refs)
+        if self.window is not None and node.parent is not None:
+            self.window.ends_anew(node.parent, used=True)
 
     def flush(self) -> int:
         """Drop all that can be, make the rest unfindable; returns the pages still in use."""
         if self.tree.host_pages:
             self.host.forget_all()
         self._drop(self.evictable_pages)
+        if self.window is not None:
+            self.window.forget()
         self.ghosts.keys.clear()  # what is flushed did not go too early
         self.log.append(commands.detach())
         for reservation in self.reservations:
@@ -247,7 +272,11 @@ class Leader:
                 self.ages.happened("evicted", "device", node.last_access, node.num_pages)
             self.evicted_pages += node.num_pages
             self.demoted_pages += node.num_pages
+            if self.window is not None:
+                self.window.leave([(node, node.num_pages)])
             self._note_freed(self.host.demote(node))
+            if self.window is not None:
+                self.window.ends_anew(parent, used=False)
             node = parent
 
     def _may_demote(self, node: Node) -> bool:
@@ -262,6 +291,15 @@ class Leader:
         victims = self.policy.victims(num_pages)
         if not victims:
             return b"", b""
+        if self.window is None:
+            return self._drop_victims(victims)
+        ends = self.window.leave(victims)
+        gone = self._drop_victims(victims)
+        for node, parent in ends:
+            self.window.ends_anew(node if node.refs else node.parent or parent, used=False)
+        return gone
+
+    def _drop_victims(self, victims: list[tuple[Node, int]]) -> tuple[bytes, bytes]:
         if self.tree.host_pages:
             return self._drop_or_demote(victims)
         flat = [number for node, pages in victims for number in (node.id, pages)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from phloem.cache.node import REF_BYTES, REF_DTYPE, Node
@@ -24,6 +26,7 @@ class Match:
     __slots__ = (
         "end",
         "epoch",
+        "full_pages",
         "host_node",
         "host_node_pages",
         "host_pages",
@@ -55,7 +58,7 @@ class Match:
             self._take_off_host_part()
             matched -= self.host_pages * page_bytes
         self.num_tokens = matched // TOKEN_BYTES
-        self.num_pages = matched // page_bytes
+        self.num_pages = self.full_pages = matched // page_bytes
         self.epoch = epoch
 
     def _take_off_host_part(self) -> None:
@@ -67,6 +70,16 @@ class Match:
             step = step.parent
             pages = step.num_pages
         self.node, self.node_pages = step, pages
+
+    @property
+    def valid_lengths(self) -> Sequence[int]:
+        """All lengths in pages after which one can go on with what the device holds, ascending."""
+        return range(self.num_pages + 1)
+
+    @property
+    def loadable_lengths(self) -> Sequence[int]:
+        """The same with what can be loaded from the host."""
+        return range(self.num_pages + self.host_pages + 1)
 
     def packed_refs(self) -> bytes:
         """The refs of the matched pages in order, packed. Valid while the match is."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 
 from phloem.cache.chain import Hasher, default_hasher
-from phloem.cache.components import FULL, Component
 from phloem.cache.eviction import make_eviction_policy
 from phloem.cache.ghosts import Ghosts
 from phloem.cache.host_ledger import HostTier
@@ -19,6 +18,9 @@ from phloem.cache.node import REF_BYTES, REF_DTYPE
 from phloem.cache.placement import OneOwner
 from phloem.cache.reservation import Reservation
 from phloem.cache.state import CacheState
+from phloem.cache.window import WindowConfig
+from phloem.cache.window_admission import WindowAdmission, plan_admission
+from phloem.cache.window_match import WindowMatch
 from phloem.core.errors import ConfigError, NoRoom
 from phloem.core.refs import NO_REFS, PageRefs
 from phloem.core.stats import CacheStats
@@ -44,7 +46,7 @@ class PrefixCache:
         eviction: str = "lru",
         enabled: bool = True,
         record_freed: bool = False,
-        components: tuple[Component, ...] = (FULL,),
+        window: WindowConfig | None = None,
         hasher: Hasher = default_hasher,
     ) -> None:
         if page_size < 1:
@@ -59,10 +61,15 @@ class PrefixCache:
         self.total_pages = sum(num_pages)
         if host.pages < 0:
             raise ConfigError(f"host pages must not be negative, got {host.pages}")
-        if host.pages and len(components) > 1:
-            raise ConfigError("a host tier holds one component")
+        if window is not None and len(window.pages) != len(num_pages):
+            raise ConfigError(f"{len(num_pages)} owners of pages, {len(window.pages)} of windows")
+        self.window = window
         self.state = CacheState(
-            page_size, num_pages, host_pages=host.pages, components=components, hasher=hasher
+            page_size,
+            num_pages,
+            host_pages=host.pages,
+            window=window,
+            hasher=hasher,
         )
         self.leader = Leader(
             self.state,
@@ -71,23 +78,38 @@ class PrefixCache:
             ghosts=Ghosts(min(self.total_pages + host.pages, MAX_GHOSTS)),
             record_freed=record_freed,
             exclusive_host=host.exclusive,
+            window=window,
         )
         self._tree = self.state.tree
         self._page_bytes = self._tree.page_bytes
 
     def match(self, namespace: bytes, tokens: bytes, max_pages: int | None = None) -> Match:
-        """The longest committed prefix of whole pages. Changes nothing, locks nothing."""
+        """The longest committed prefix of whole pages. Changes nothing, locks nothing.
+
+        With windows, a WindowMatch: the longest valid length, and what else can be made of it.
+        """
         page_bytes = self._page_bytes
         end = len(tokens) // page_bytes * page_bytes
         if max_pages is not None:
             end = min(end, max_pages * page_bytes)
         tree = self._tree
         found = tree.find(namespace, tokens, end if self.enabled else 0)
-        return Match(namespace, tokens, end, found, page_bytes, tree.epoch)
+        if self.window is None:
+            return Match(namespace, tokens, end, found, page_bytes, tree.epoch)
+        return WindowMatch(
+            namespace, tokens, end, found, page_bytes, tree.epoch, config=self.window
+        )
 
-    def can_reserve(self, match: Match, num_new_pages: int) -> bool:
+    def can_reserve(self, match: Match, num_new_pages: int, *, restart: bool = False) -> bool:
         """Whether `reserve` would succeed now."""
         match, num_new_pages = self._refresh(match, num_new_pages)
+        if isinstance(match, WindowMatch):
+            way = plan_admission(match, load_pages=0, restart=restart)
+            num_new_pages -= way.match.num_pages - match.num_pages
+            match = way.match
+        return self._has_room(match, num_new_pages)
+
+    def _has_room(self, match: Match, num_new_pages: int) -> bool:
         leader = self.leader
         room = self.state.free_pages + leader.evictable_pages
         if num_new_pages > room:
@@ -95,7 +117,13 @@ class PrefixCache:
         return num_new_pages <= room - leader.unlocked_on_path(match)
 
     def reserve(
-        self, match: Match, num_new_pages: int, *, share: bool = True, load_pages: int = 0
+        self,
+        match: Match,
+        num_new_pages: int,
+        *,
+        share: bool = True,
+        load_pages: int = 0,
+        restart: bool = False,
     ) -> Reservation:
         """Lock what matched and allocate `num_new_pages` more, evicting others' if needed.
 
@@ -104,6 +132,8 @@ class PrefixCache:
         where more are cached than the table was to cover, it covers those).
         With share=False nothing that is computed is ever offered to others. Up to `load_pages` of
         the new pages are to be loaded from the host: see `Reservation.load_slots`.
+        With windows, `restart` uses all of `match.full_pages`, and computes window state for them
+        from `Reservation.start` on; a load ends at one of `match.loadable_lengths`.
         Raises NoRoom, and the cache is unchanged.
         """
         tree, state, leader = self._tree, self.state, self.leader
@@ -111,7 +141,14 @@ class PrefixCache:
             load_end = match.num_pages + load_pages
             match, num_new_pages = self._refresh(match, num_new_pages)
             load_pages = max(0, load_end - match.num_pages)
-        if num_new_pages > state.free_pages and not self.can_reserve(match, num_new_pages):
+        way: WindowAdmission | None = None
+        if leader.window is not None:
+            assert isinstance(match, WindowMatch), "the match is of another cache"
+            way = plan_admission(match, load_pages=load_pages, restart=restart)
+            way.check_room(leader.window)
+            num_new_pages -= way.match.num_pages - match.num_pages
+            match, load_pages = way.match, way.load_pages
+        if num_new_pages > state.free_pages and not self._has_room(match, num_new_pages):
             raise NoRoom(
                 f"{num_new_pages} pages asked, {state.free_pages} free and {self.evictable_pages} "
                 f"evictable, {leader.unlocked_on_path(match)} of them in this request's own prefix"
@@ -127,13 +164,42 @@ class PrefixCache:
             if match.node_pages * REF_BYTES < len(node.refs):
                 node = leader.split(node, match.node_pages)
             leader.lock(node, tree.root)
+        shares = share and self.enabled
+        lease = None
+        if way is not None and leader.window is not None:
+            lease = way.lease(leader.window, shares=shares)
         if num_new_pages > 0:
             packed += leader.allocate(num_cached, num_new_pages)
         table = np.frombuffer(packed, REF_DTYPE)
-        shares = share and self.enabled
-        reservation = Reservation(leader, match.namespace, node, table, num_cached, shares, slots)
+        reservation = Reservation(
+            leader, match.namespace, node, table, num_cached, shares, slots, lease
+        )
         leader.reservations.add(reservation)
         return reservation
+
+    def window_room(self, match: Match | None = None) -> int:
+        """Window pages that could be had now, or after a hit of `match` has locked its tail."""
+        ledger = self.leader.window
+        if ledger is None:
+            return 0
+        if match is None:
+            return ledger.free_pages + ledger.evictable_pages
+        fresh, _ = self._refresh(match, 0)
+        assert isinstance(fresh, WindowMatch), "the match is of another cache"
+        return plan_admission(fresh, load_pages=0, restart=False).room_left(ledger)
+
+    def can_extend_window(self, num_pages: int) -> bool:
+        """Whether running requests can take so many more window pages."""
+        return num_pages <= self.window_room()
+
+    def evict_window(self, num_pages: int) -> int:
+        """Evict up to `num_pages` window pages that nobody locks; returns how many were."""
+        return 0 if self.leader.window is None else self.leader.window.evict(num_pages)
+
+    def take_freed_window(self) -> PageRefs:
+        """The same as `take_freed`, of window pages."""
+        packed = b"" if self.leader.window is None else self.leader.window.take_freed()
+        return np.frombuffer(packed, REF_DTYPE) if packed else NO_REFS
 
     def evict(self, num_pages: int) -> int:
         """Evict up to `num_pages` pages that nobody locks; returns how many were."""
@@ -188,6 +254,7 @@ class PrefixCache:
             host_free_pages=host.free_pages,
             host_pages=self._tree.host_pages,
             host_evicted_pages_total=host.evicted_pages,
+            window=None if self.leader.window is None else self.leader.window.stats(),
         )
 
     def _take_host_slots(self, match: Match, num_pages: int) -> bytes:

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from phloem.cache.node import REF_BYTES, REF_DTYPE, Node
-from phloem.core.refs import PageRefs
+from phloem.core.refs import NO_REFS, PageRefs
 
 if TYPE_CHECKING:
     from phloem.cache.leader import Leader
+    from phloem.cache.window_lease import WindowLease
 
 __all__ = ["PagesChanged", "Reservation"]
 
@@ -52,6 +53,8 @@ class Reservation:
         "num_committed_pages",
         "num_pages",
         "num_shared_pages",
+        "start",
+        "window",
     )
 
     def __init__(
@@ -63,6 +66,7 @@ class Reservation:
         num_cached_pages: int,
         shares: bool,
         load_slots: bytes = b"",
+        window: WindowLease | None = None,
     ) -> None:
         self._leader = leader
         self._namespace = namespace
@@ -74,6 +78,12 @@ class Reservation:
         self.num_cached_pages = num_cached_pages  # when it was reserved; never changes
         self.num_committed_pages = num_cached_pages
         self.num_shared_pages = num_cached_pages  # in the tree; later pages are this request's own
+        # The first position to compute once what is loaded has arrived.
+        self.start = (num_cached_pages + self.num_loading_pages) * leader.page_size
+        self.window = window  # of models with windows
+        if window is not None:
+            self.start = window.start
+            self.num_committed_pages = window.committed
         self.closed = False
 
     def __enter__(self) -> Reservation:
@@ -106,6 +116,44 @@ class Reservation:
     def leader(self) -> Leader:
         """Whose commands this reservation issues."""
         return self._leader
+
+    @property
+    def write_from(self) -> int:
+        """The first position whose full state is written: before it, it is others' and only read.
+
+        Beyond `start` after a restart lower down alone.
+        """
+        return max(self.start, self.num_cached_pages * self._leader.page_size)
+
+    @property
+    def window_from(self) -> int:
+        """The first position of which there is window state; beyond 0 after a restart alone."""
+        return 0 if self.window is None else self.window.window_from
+
+    @property
+    def window_refs(self) -> PageRefs:
+        """The window table, int64 (pages,) up to where it goes, ABSENT where nothing is held."""
+        return NO_REFS if self.window is None else self.window.refs
+
+    def window_extend(self, end_page: int) -> PagesChanged | None:
+        """Window pages for all pages before `end_page`; says which are new.
+
+        Raises NoRoom, and nothing has changed.
+        """
+        assert not self.closed, "the reservation is closed"
+        window = self.window
+        if window is None or end_page <= window.end:
+            return None
+        first = window.end
+        return PagesChanged(first, window.extend(end_page))
+
+    def window_advance(self, position: int) -> None:
+        """The next token to compute is `position`, and no step in flight reads below its window.
+
+        Lets go of window pages that are not needed any more.
+        """
+        if self.window is not None:
+            self.window.advance(position)
 
     @property
     def load_slots(self) -> bytes:
@@ -151,7 +199,10 @@ class Reservation:
         self.num_committed_pages = target
         if not self._shares:
             return None
-        return self._share(tokens, target)
+        changed = self._share(tokens, target) if target > self.num_shared_pages else None
+        if self.window is not None:
+            self.window.commit(self._node, self.num_shared_pages, target)
+        return changed
 
     def close(self) -> None:
         """Give up locks, and the pages that are not in the tree. A second call does nothing."""
@@ -163,6 +214,8 @@ class Reservation:
 
     def _let_go(self) -> None:
         leader = self._leader
+        if self.window is not None:
+            self.window.close(self._node, self.num_shared_pages)
         if self.num_shared_pages < self.num_pages:
             leader.free(self._table[self.num_shared_pages : self.num_pages].tobytes())
         if self.num_shared_pages:
@@ -172,6 +225,8 @@ class Reservation:
     def stop_sharing(self) -> None:
         """From now on commit nothing to the tree (what it holds was flushed)."""
         self._shares = False
+        if self.window is not None:
+            self.window.stop_sharing()
 
     def _share(self, tokens: bytes, target: int) -> PagesChanged | None:
         leader = self._leader
@@ -219,7 +274,7 @@ class Reservation:
             if pages < child.num_pages:
                 child = leader.split(child, pages)
             first = offset // page_bytes
-            leader.host.adopt(child, self._table[first : first + pages].tobytes())
+            leader.adopt(child, self._table[first : first + pages].tobytes())
             offset += pages * page_bytes
             node = child
         return node, offset

@@ -101,6 +101,8 @@ def drop_host(tree: RadixTree, node: Node, num_pages: int) -> tuple[bytes, bytes
         node.key = node.key[: left * tree.page_bytes]
         node.host = node.host[: left * REF_BYTES]
         node.chain = node.chain[: left * KEY_BYTES]
+        for state in node.extra:
+            state.cut(left * REF_BYTES)
     else:
         tree.drop(node)
     tree.version += 1

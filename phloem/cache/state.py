@@ -12,8 +12,10 @@ from phloem.cache.chain import Hasher, default_hasher
 from phloem.cache.components import FULL, Component
 from phloem.cache.node import REF_BYTES, Node
 from phloem.cache.tree import RadixTree
+from phloem.cache.window import WindowConfig
+from phloem.cache.window_state import WindowState
 from phloem.core.refs import owner_of
-from phloem.replica import Command, HostPool, PageAllocator, commands
+from phloem.replica import Command, HostPool, PageAllocator, commands, window_commands
 
 __all__ = ["CacheState"]
 
@@ -25,7 +27,7 @@ class CacheState:
     status changed.
     """
 
-    __slots__ = ("_handlers", "allocators", "free_pages", "host", "now", "tree")
+    __slots__ = ("_handlers", "allocators", "free_pages", "host", "now", "tree", "window")
 
     def __init__(
         self,
@@ -34,8 +36,11 @@ class CacheState:
         *,
         host_pages: int = 0,
         components: tuple[Component, ...] = (FULL,),
+        window: WindowConfig | None = None,
         hasher: Hasher = default_hasher,
     ) -> None:
+        if window is not None:
+            components = (FULL, Component("window", window.tokens))
         self.tree = RadixTree(page_size, components=components, hasher=hasher)
         self.allocators = tuple(PageAllocator(owner, n) for owner, n in enumerate(num_pages))
         self.host = HostPool(host_pages)
@@ -63,7 +68,13 @@ class CacheState:
             commands.HOST_EVICT: self._host_evict,
             commands.STORED: self._stored,
         }
-        self._handlers = [handlers[op] for op in range(commands.NUM_OPS)]
+        num_ops = commands.NUM_OPS
+        self.window: WindowState | None = None
+        if window is not None:
+            self.window = WindowState(self.tree, window)
+            handlers.update(self.window.handlers())
+            num_ops = window_commands.NUM_OPS
+        self._handlers = [handlers[op] for op in range(num_ops)]
 
     def apply(self, command: Command) -> Any:
         """Carry out one command."""
@@ -74,6 +85,8 @@ class CacheState:
         """A fingerprint of tree, allocators and log time."""
         parts = [allocator.digest() for allocator in self.allocators]
         parts += [self.host.digest(), self.tree.digest()]
+        if self.window is not None:
+            parts.append(self.window.digest())
         return f"{self.now}:{hashlib.blake2b(b''.join(parts), digest_size=16).hexdigest()}"
 
     def _alloc(self, command: Command) -> bytes:
@@ -105,11 +118,18 @@ class CacheState:
 
     def _split(self, command: Command) -> Node:
         _, node, num_pages = command
-        return self.tree.split(self.tree.nodes[node], num_pages)
+        upper = self.tree.split(self.tree.nodes[node], num_pages)
+        if self.window is not None:
+            self.window.moved((upper,), upper)
+        return upper
 
     def _merge(self, command: Command) -> list[Node]:
-        _, node, num_ancestors = command
-        return self.tree.merge(self.tree.nodes[node], num_ancestors)
+        _, node_id, num_ancestors = command
+        node = self.tree.nodes[node_id]
+        gone = self.tree.merge(node, num_ancestors)
+        if self.window is not None:
+            self.window.moved(gone, node)
+        return gone
 
     def _lock(self, command: Command) -> list[Node]:
         tree = self.tree
@@ -127,6 +147,9 @@ class CacheState:
         all_refs, all_keys = [], []
         pairs = iter(command[1])
         for node_id, num_pages in zip(pairs, pairs, strict=True):
+            if self.window is not None:
+                self.window.leave_device(nodes[node_id], num_pages)
+                self.window.leave_host(nodes[node_id], num_pages)
             refs, keys = tree.remove_tail(nodes[node_id], num_pages)
             all_refs.append(refs)
             all_keys.append(keys)
@@ -159,7 +182,11 @@ class CacheState:
         return residence.insert_host(self.tree, node, namespace, tokens, slots, self.now)
 
     def _demote(self, command: Command) -> bytes:
-        refs = b"".join([residence.demote(self.tree, self.tree.nodes[n]) for n in command[1]])
+        nodes = [self.tree.nodes[node] for node in command[1]]
+        if self.window is not None:
+            for node in nodes:
+                self.window.leave_device(node, node.num_pages)
+        refs = b"".join([residence.demote(self.tree, node) for node in nodes])
         self._give_back(refs)
         return refs
 
@@ -171,6 +198,8 @@ class CacheState:
         nodes, all_keys = self.tree.nodes, []
         pairs = iter(command[1])
         for node_id, num_pages in zip(pairs, pairs, strict=True):
+            if self.window is not None and not nodes[node_id].refs:
+                self.window.leave_host(nodes[node_id], num_pages)
             slots, keys = residence.drop_host(self.tree, nodes[node_id], num_pages)
             self.host.free(slots)
             all_keys.append(keys)

@@ -151,8 +151,8 @@ class RadixTree:
         node.chain += self._chain_after(node, node.namespace, tokens)
         node.key += tokens
         node.refs += refs
-        for mine, new in zip(node.extra, self._no_extra(num_pages), strict=True):
-            mine.refs += new.refs
+        for state in node.extra:
+            state.grow(num_pages)
         self._grown(num_pages)
 
     def split(self, node: Node, num_pages: int) -> Node:
@@ -200,7 +200,7 @@ class RadixTree:
         node.host = b"".join([part.host for part in run])
         node.chain = b"".join([part.chain for part in run])
         for index, state in enumerate(node.extra):
-            state.refs = b"".join([part.extra[index].refs for part in run])
+            state.join([part.extra[index] for part in run])
         node.last_access = run[0].last_access
         self._adopt(parent, node)
         for part in gone:
@@ -227,7 +227,7 @@ class RadixTree:
             node.refs = node.refs[: left * REF_BYTES]
             node.chain = node.chain[: left * KEY_BYTES]
             for state in node.extra:
-                state.refs = state.refs[: left * REF_BYTES]
+                state.cut(left * REF_BYTES)
         else:
             self.drop(node)
         self.total_pages -= num_pages
@@ -300,7 +300,7 @@ class RadixTree:
             if node.host or node.stored:
                 out.update(b"host%d:" % node.stored + node.host)
             for extra in node.extra:
-                out.update(b"%d:" % extra.locks + extra.refs)
+                out.update(b"extra:" + extra.refs + b"," + extra.host)
         return out.digest()
 
     def _chain_after(self, node: Node, namespace: bytes, tokens: bytes) -> bytes:

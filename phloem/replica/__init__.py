@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from phloem.replica import commands
+from phloem.replica import commands, window_commands
 from phloem.replica.allocator import PageAllocator
 from phloem.replica.commands import Command
 from phloem.replica.host_pool import HostPool
 from phloem.replica.log import CommandLog, ReplicatedState
 
-__all__ = ["Command", "CommandLog", "HostPool", "PageAllocator", "ReplicatedState", "commands"]
+__all__ = [
+    "Command",
+    "CommandLog",
+    "HostPool",
+    "PageAllocator",
+    "ReplicatedState",
+    "commands",
+    "window_commands",
+]

@@ -1,0 +1,150 @@
+"""What must hold of window state at any moment between two calls (DESIGN sections 4 and 6)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from phloem.cache.components import ABSENT
+from phloem.cache.node import Node
+from phloem.cache.prefix_cache import PrefixCache
+from phloem.cache.window_ledger import WindowLedger
+from phloem.core.refs import owner_of, slot_of
+
+__all__ = ["window_violations"]
+
+
+def window_violations(cache: PrefixCache, *, idle: bool) -> list[str]:
+    """Every broken rule of the window component, in words."""
+    ledger = cache.leader.window
+    if ledger is None:
+        return []
+    out: list[str] = []
+    for rule in (_places, _pages, _locks, _host):
+        out.extend(rule(cache, ledger))
+    out.extend(_tables(cache))
+    out.extend(_tails(ledger))
+    if idle and ledger.state.locks:
+        out.append(f"{len(ledger.state.locks)} window pages are locked at idle")
+    if idle and ledger.free_pages + ledger.evictable_pages != ledger.total_pages:
+        out.append("window pages are held at idle")
+    return out
+
+
+def _nodes(cache: PrefixCache) -> list[Node]:
+    tree = cache.state.tree
+    return [node for node in tree.nodes.values() if node is not tree.root]
+
+
+def _places(cache: PrefixCache, ledger: WindowLedger) -> Iterator[str]:
+    """A page lies where its home says, on a node that is on the device in the full component."""
+    found: dict[int, Node] = {}
+    for node in _nodes(cache):
+        for ref in node.extra[0].ref_list():
+            if ref == ABSENT:
+                continue
+            if ref in found:
+                yield f"window page {ref} is in two places"
+            if not node.refs:
+                yield f"{node} has window state on the device and no full state there"
+            found[ref] = node
+    if found != ledger.state.home:
+        yield "window pages are not at home"
+
+
+def _pages(cache: PrefixCache, ledger: WindowLedger) -> Iterator[str]:
+    """Every slot is in exactly one place: free, in the tree, or one request's own."""
+    places: Counter[int] = Counter(ledger.state.home.keys())
+    for reservation in cache.leader.reservations:
+        if reservation.window is not None:
+            places.update(reservation.window.own_pages())
+    for ref, count in places.items():
+        if count > 1:
+            yield f"window page {ref} is in {count} places"
+        if not ledger.state.allocators[owner_of(ref)].is_used(slot_of(ref)):
+            yield f"window page {ref} is in use but free"
+    free = sum(allocator.num_free for allocator in ledger.state.allocators)
+    if free != ledger.free_pages:
+        yield f"{ledger.free_pages} window pages count as free, {free} are"
+    if len(places) + free != ledger.total_pages:
+        yield f"{len(places)} used + {free} free window pages are not {ledger.total_pages}"
+
+
+def _locks(cache: PrefixCache, ledger: WindowLedger) -> Iterator[str]:
+    """A page's locks are those of the leases that share it; the full state below is locked too."""
+    expected: Counter[int] = Counter()
+    for reservation in cache.leader.reservations:
+        if reservation.window is not None:
+            expected.update(reservation.window.shared_pages())
+    for backup in cache.leader.backups:
+        expected.update(backup.window_pages)
+    if expected != Counter(ledger.state.locks):
+        yield "locks of window pages are not those of the leases"
+    for ref, count in ledger.state.locks.items():
+        node = ledger.state.home.get(ref)
+        if node is None:
+            yield f"window page {ref} is locked and not in the tree"
+        elif count > node.locks:
+            yield f"{node} has fewer locks than its window page {ref}"
+
+
+def _tables(cache: PrefixCache) -> Iterator[str]:
+    """What a lease shares is the tree's, page by page; it holds a run that ends where it says."""
+    for reservation in cache.leader.reservations:
+        lease = reservation.window
+        if lease is None:
+            yield "a reservation has no window side"
+            continue
+        table = lease.refs.tolist()
+        if any(ref != ABSENT for ref in table[: lease.low]) or ABSENT in table[lease.low :]:
+            yield "a lease does not hold exactly the run that it says"
+        path: list[int] = []
+        node: Node | None = reservation.node if reservation.num_shared_pages else None
+        while node is not None:
+            path[:0] = node.extra[0].ref_list() if node.extra else []
+            node = node.parent
+        own = set(lease.own_pages())
+        for page in range(lease.low, len(table)):
+            if table[page] not in own and path[page : page + 1] != [table[page]]:
+                yield f"page {page} of a window table is neither its own nor the tree's"
+
+
+def _tails(ledger: WindowLedger) -> Iterator[str]:
+    """Tails consist of pages of the tree; the unlocked pages of none are the leftovers."""
+    needs: set[int] = set()
+    names = set()
+    for kind, tail in ledger.tails.in_order():
+        if kind is not tail.kind:
+            yield f"the tail of {tail.pages[-1]} is filed in another class"
+        if kind is not ledger.tails.kind_of(tail):
+            yield f"the tail of {tail.pages[-1]} has another class by now"
+        if not set(tail.pages) <= ledger.state.home.keys():
+            yield f"the tail of {tail.pages[-1]} has pages that are not in the tree"
+        if tail.pages[-1] in names:
+            yield f"two tails end with {tail.pages[-1]}"
+        names.add(tail.pages[-1])
+        needs.update(tail.pages)
+    left = ledger.state.home.keys() - needs - ledger.state.locks.keys()
+    if set(ledger.tails.leftovers()) != left:
+        yield "the leftovers are not the unlocked pages of no tail"
+    wanted = {page for page in ledger.state.home if ledger.tails.is_wanted(page)}
+    if wanted != needs:
+        yield "the pages that tails need are counted wrong"
+
+
+def _host(cache: PrefixCache, ledger: WindowLedger) -> Iterator[str]:
+    """Every host slot is in exactly one place; what is on the host belongs to a node."""
+    state = ledger.state
+    found: dict[int, Node] = {}
+    for node in _nodes(cache):
+        host = node.extra[0].host
+        if host and len(host) != len(node.chain):
+            yield f"{node} has {len(host) // 8} host places of windows"
+        for slot in node.extra[0].host_list():
+            if slot == ABSENT:
+                continue
+            if slot in found:
+                yield f"window host slot {slot} is in two places"
+            found[slot] = node
+    if found != state.host_home:
+        yield "host copies of windows are not at home"

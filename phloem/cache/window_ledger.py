@@ -1,0 +1,187 @@
+"""The leader's window side: allocates, evicts, and writes the commands of the window component."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import cast
+
+from phloem.cache.components import ABSENT
+from phloem.cache.node import REF_BYTES, Node
+from phloem.cache.placement import PlacementPolicy
+from phloem.cache.state import CacheState
+from phloem.cache.window import WindowConfig
+from phloem.cache.window_eviction import Tails, path_end
+from phloem.cache.window_state import alive
+from phloem.core.errors import NoRoom
+from phloem.core.stats import WindowStats
+from phloem.core.tokens import TOKEN_BYTES
+from phloem.replica import CommandLog, window_commands
+
+__all__ = ["WindowLedger"]
+
+
+class WindowLedger:
+    """Decides evictions of window state. One per leader whose model has windows."""
+
+    __slots__ = (
+        "_freed",
+        "_log",
+        "_placement",
+        "_record_freed",
+        "config",
+        "evicted_pages",
+        "page_size",
+        "state",
+        "tail_pages",
+        "tails",
+    )
+
+    def __init__(
+        self,
+        state: CacheState,
+        log: CommandLog,
+        config: WindowConfig,
+        placement: PlacementPolicy,
+        record_freed: bool,
+    ) -> None:
+        assert state.window is not None, "the state has no windows"
+        self.state = state.window
+        self.config = config
+        self.page_size = state.tree.page_bytes // TOKEN_BYTES
+        self.tail_pages = config.tail_pages(self.page_size)
+        self.tails = Tails(self.state)
+        self.evicted_pages = 0
+        self._log = log
+        self._placement = placement
+        self._record_freed = record_freed
+        self._freed: list[bytes] = []
+
+    @property
+    def total_pages(self) -> int:
+        return sum(allocator.capacity for allocator in self.state.allocators)
+
+    @property
+    def free_pages(self) -> int:
+        return self.state.free_pages
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages in the tree that nobody locks: all of them can be had."""
+        return len(self.state.home) - len(self.state.locks)
+
+    def allocate(self, first_page: int, num_pages: int) -> bytes:
+        """Take pages, evicting as many as are missing. Raises NoRoom and changes nothing else."""
+        missing = num_pages - self.state.free_pages
+        if missing > 0:
+            evictable = self.evictable_pages
+            if missing > evictable:
+                raise NoRoom(
+                    f"{num_pages} window pages asked, {num_pages - missing} free and {evictable} "
+                    "evictable"
+                )
+            self.evict(missing)
+        owners = self._placement.owners(first_page, num_pages)
+        parts = [self._log.append(window_commands.window_alloc(owner, n)) for owner, n in owners]
+        return b"".join(parts)
+
+    def free(self, refs: bytes) -> None:
+        """Give back pages that are not in the tree."""
+        if refs:
+            self._log.append(window_commands.window_free(refs))
+            self._note_freed(refs)
+
+    def attach(self, node: Node, first_page: int, refs: bytes) -> None:
+        """A request's own pages revive tombstones, from the node's `first_page` on; locked."""
+        self._log.append(window_commands.window_attach(node.id, first_page, refs))
+
+    def lock(self, pages: Sequence[int]) -> None:
+        """Keep pages of the tree from eviction."""
+        if pages:
+            self._log.append(window_commands.window_lock(array("q", pages).tobytes()))
+            self.tails.locked(pages)
+
+    def unlock(self, pages: Sequence[int]) -> None:
+        """Undo one `lock`, or an `attach`."""
+        if not pages:
+            return
+        packed = array("q", pages).tobytes()
+        idle = cast("list[int]", self._log.append(window_commands.window_unlock(packed)))
+        self.tails.unlocked(idle)
+        lost = [page for page in idle if self.state.home[page].detached]
+        if lost:  # of a tree that was flushed: nobody can ever find them
+            self._evict(lost)
+
+    def hold(self, slots: bytes) -> None:
+        """Keep host slots from being used again while they are read or written."""
+        if slots:
+            self._log.append(window_commands.window_host_hold(slots))
+
+    def release(self, slots: bytes) -> None:
+        """Undo one `hold`."""
+        if slots:
+            self._log.append(window_commands.window_host_release(slots))
+
+    def evict(self, num_pages: int) -> int:
+        """Evict up to `num_pages` unlocked pages; returns how many."""
+        victims = self.tails.victims(num_pages)
+        if victims:
+            self.evicted_pages += len(victims)
+            self._log.append(window_commands.window_evict(array("q", victims).tobytes()))
+            self._note_freed(array("q", victims).tobytes())
+        return len(victims)
+
+    def forget(self) -> None:
+        """Drop all that nobody locks, uncounted: a flush."""
+        before = self.evicted_pages
+        self.evict(self.evictable_pages)
+        self.evicted_pages = before
+
+    def leave(self, victims: list[tuple[Node, int]]) -> list[tuple[Node, Node | None]]:
+        """Last pages of nodes are about to leave the device: their window state goes with them.
+
+        Returns the nodes and their parents, for `ends_anew` afterwards.
+        """
+        for node, num_pages in victims:
+            refs = node.extra[0].refs
+            gone = alive(refs[len(refs) - num_pages * REF_BYTES :])
+            if gone:
+                self.tails.gone(gone)
+                self._note_freed(array("q", gone).tobytes())
+        return [(node, node.parent) for node, _ in victims]
+
+    def ends_anew(self, node: Node | None, *, used: bool) -> None:
+        """What follows a node has changed."""
+        if node is not None and node.parent is not None:
+            page = path_end(node)
+            if page != ABSENT:
+                self.tails.reconsider(page, used=used)
+
+    def stats(self) -> WindowStats:
+        """A snapshot of all counters."""
+        return WindowStats(
+            tokens=self.config.tokens,
+            layers=self.config.layers,
+            checkpoint_pages=self.config.checkpoint,
+            total_pages=self.total_pages,
+            free_pages=self.free_pages,
+            evictable_pages=self.evictable_pages,
+            locked_pages=self.total_pages - self.free_pages - self.evictable_pages,
+            evicted_pages_total=self.evicted_pages,
+        )
+
+    def take_freed(self) -> bytes:
+        """Packed refs of all window pages freed since the last call, if they are recorded."""
+        freed = b"".join(self._freed)
+        self._freed.clear()
+        return freed
+
+    def _evict(self, pages: list[int]) -> None:
+        self.tails.gone(pages)
+        packed = array("q", pages).tobytes()
+        self._log.append(window_commands.window_evict(packed))
+        self._note_freed(packed)
+
+    def _note_freed(self, refs: bytes) -> None:
+        if self._record_freed:
+            self._freed.append(refs)
