@@ -19,7 +19,11 @@ class Linear:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerWeights:
-    """One decoder layer. `qkv` stacks the rows of q, k and v; `gate_up` those of gate and up."""
+    """One decoder layer. `qkv` stacks the rows of q, k and v; `gate_up` those of gate and up.
+
+    Weights of norms may be fp32 in a model of a narrower dtype. `post_attn_norm` and
+    `post_mlp_norm`: of what is added to the residual. `sinks` (H,): each head's score of no token.
+    """
 
     attn_norm: Tensor
     qkv: Linear
@@ -29,6 +33,9 @@ class LayerWeights:
     mlp_norm: Tensor
     gate_up: Linear
     down: Linear
+    post_attn_norm: Tensor | None = None
+    post_mlp_norm: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,6 +57,7 @@ class DecoderWeights:
             linears = (layer.qkv, layer.out, layer.gate_up, layer.down)
             tensors += [lin.weight for lin in linears]
             optional = [lin.bias for lin in linears] + [layer.q_norm, layer.k_norm]
+            optional += [layer.post_attn_norm, layer.post_mlp_norm, layer.sinks]
             tensors += [t for t in optional if t is not None]
             tensors += [layer.attn_norm, layer.mlp_norm]
         return sum(t.numel() * t.element_size() for t in tensors)

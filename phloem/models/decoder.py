@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phloem.attention import LayeredAttention
-from phloem.config.model import ModelConfig
+from phloem.config.model import Activation, ModelConfig, RopeConfig
 from phloem.kernels import Ops
 from phloem.layers import DecoderWeights, LayerWeights, RopeTable
 
@@ -31,12 +31,13 @@ class Decoder:
         self.config = config
         self.weights = weights
         self._ops = ops
-        self._rope = RopeTable(
-            config.rope,
-            head_dim=config.head_dim,
-            num_positions=num_positions,
-            device=weights.embedding.device,
-        )
+        self._rope = self._rope_table(config.rope, num_positions)
+        own = config.window_rope
+        self._window_rope = self._rope if own is None else self._rope_table(own, num_positions)
+        self._gate_up = {
+            Activation.SILU: ops.silu_mul,
+            Activation.GELU_TANH: ops.gelu_tanh_mul,
+        }[config.activation]
 
     @property
     def device(self) -> torch.device:
@@ -60,12 +61,16 @@ class Decoder:
         `tokens` and `positions` are (N,) int64. K and V go to pages through `attention`, which
         has planned this batch as `meta`. `on_layer` is called after each layer.
         """
-        x = self.weights.embedding.index_select(0, tokens)
-        cos, sin = self._rope.at(positions)
-        for number, layer in enumerate(self.weights.layers):
-            q, k, v = self._qkv(x, layer, cos, sin)
-            mixed = attention.run(number, q, k, v, meta)
-            x.add_(self._ops.linear(mixed, layer.out.weight, layer.out.bias))
+        x = self._embed(tokens)
+        angles = self._rope.at(positions)
+        own_rope = self._window_rope is not self._rope
+        window_angles = self._window_rope.at(positions) if own_rope else angles
+        layers = zip(self.config.layers, self.weights.layers, strict=True)
+        for number, (spec, layer) in enumerate(layers):
+            q, k, v = self._qkv(x, layer, *(angles if spec.window is None else window_angles))
+            mixed = attention.run(number, q, k, v, meta, sinks=layer.sinks)
+            mixed = self._ops.linear(mixed, layer.out.weight, layer.out.bias)
+            x.add_(self._normed(mixed, layer.post_attn_norm))
             self._mlp(x, layer)
             on_layer()
         return x
@@ -73,7 +78,27 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output head of hidden states (R, hidden): (R, vocab), fp32."""
         normed = self._ops.rms_norm(hidden, self.weights.norm, self.config.norm_eps)
-        return self._ops.linear(normed, self.weights.head, None).float()
+        logits = self._ops.linear(normed, self.weights.head, None).float()
+        cap = self.config.final_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _rope_table(self, rope: RopeConfig, num_positions: int) -> RopeTable:
+        return RopeTable(
+            rope,
+            head_dim=self.config.head_dim,
+            num_positions=num_positions,
+            device=self.weights.embedding.device,
+        )
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Rows of the embedding; their scale is rounded to the model's dtype, as in training."""
+        x = self.weights.embedding.index_select(0, tokens)
+        if self.config.embedding_scale == 1.0:
+            return x
+        return x.mul_(torch.tensor(self.config.embedding_scale, dtype=x.dtype, device=x.device))
+
+    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else self._ops.rms_norm(x, weight, self.config.norm_eps)
 
     def _qkv(
         self, x: Tensor, layer: LayerWeights, cos: Tensor, sin: Tensor
@@ -96,5 +121,5 @@ class Decoder:
         for part in torch.split(x, MLP_CHUNK_TOKENS):
             normed = self._ops.rms_norm(part, layer.mlp_norm, self.config.norm_eps)
             gate_up = self._ops.linear(normed, layer.gate_up.weight, layer.gate_up.bias)
-            inner = self._ops.silu_mul(gate_up)
-            part.add_(self._ops.linear(inner, layer.down.weight, layer.down.bias))
+            out = self._ops.linear(self._gate_up(gate_up), layer.down.weight, layer.down.bias)
+            part.add_(self._normed(out, layer.post_mlp_norm))

@@ -17,7 +17,10 @@ __all__ = ["GGUF_NAMES", "HF_NAMES", "Family", "WeightNames", "family_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightNames:
-    """Names of a checkpoint's tensors; `{i}` stands for the layer. A bias is named `.bias`."""
+    """Names of a checkpoint's modules; `{i}` stands for the layer.
+
+    A module's tensors are named `.weight` and `.bias`; `sinks` names a tensor.
+    """
 
     embedding: str
     norm: str
@@ -33,6 +36,9 @@ class WeightNames:
     gate: str
     up: str
     down: str
+    post_attn_norm: str
+    post_mlp_norm: str
+    sinks: str
 
 
 HF_NAMES = WeightNames(
@@ -50,6 +56,9 @@ HF_NAMES = WeightNames(
     gate="model.layers.{i}.mlp.gate_proj",
     up="model.layers.{i}.mlp.up_proj",
     down="model.layers.{i}.mlp.down_proj",
+    post_attn_norm="model.layers.{i}.post_attention_layernorm",
+    post_mlp_norm="model.layers.{i}.post_feedforward_layernorm",
+    sinks="model.layers.{i}.self_attn.sinks",
 )
 
 GGUF_NAMES = WeightNames(
@@ -67,6 +76,9 @@ GGUF_NAMES = WeightNames(
     gate="blk.{i}.ffn_gate",
     up="blk.{i}.ffn_up",
     down="blk.{i}.ffn_down",
+    post_attn_norm="blk.{i}.post_attention_norm",
+    post_mlp_norm="blk.{i}.post_ffw_norm",
+    sinks="blk.{i}.attn_sinks.weight",
 )
 
 
@@ -75,13 +87,15 @@ class Family:
     """How checkpoints of one architecture spell their weights.
 
     `gguf_interleaves_qk`: GGUF stores the rows of q and k with the two halves of each head
-    interleaved (for a rotation of neighbours); loading undoes it.
+    interleaved (for a rotation of neighbours); loading undoes it. `hf_norm_offset`: added to the
+    weights of norms of Hugging Face files, which then are kept in fp32.
     """
 
     architecture: str
     hf: WeightNames = HF_NAMES
     gguf: WeightNames = GGUF_NAMES
     gguf_interleaves_qk: bool = False
+    hf_norm_offset: float = 0.0
 
 
 def family_of(architecture: str) -> Family:

@@ -68,6 +68,7 @@ class _Loader:
         family = family_of(config.architecture)
         self._source, self._path, self._config = source, path, config
         self._names = family.hf if kind is CheckpointKind.HF else family.gguf
+        self._norm_offset = family.hf_norm_offset if kind is CheckpointKind.HF else 0.0
         self._interleaved = kind is CheckpointKind.GGUF and family.gguf_interleaves_qk
         self._dtype, self._device = target.dtype, target.device
         self._on_progress = on_progress
@@ -84,7 +85,7 @@ class _Loader:
         return DecoderWeights(
             embedding=embedding,
             layers=layers,
-            norm=self._vector(names.norm, config.hidden_size),
+            norm=self._norm(names.norm, config.hidden_size),
             head=head,
         )
 
@@ -103,17 +104,22 @@ class _Loader:
             self._part(f"{m}.weight", (s, hidden)) for m, s in zip((q, k, v), sizes, strict=True)
         ]
         return LayerWeights(
-            attn_norm=self._vector(n.attn_norm.format(i=i), hidden),
+            attn_norm=self._norm(n.attn_norm.format(i=i), hidden),
             qkv=Linear(self._merge(weights, qk), bias),
-            q_norm=self._vector(n.q_norm.format(i=i), c.head_dim) if c.qk_norm else None,
-            k_norm=self._vector(n.k_norm.format(i=i), c.head_dim) if c.qk_norm else None,
+            q_norm=self._norm(n.q_norm.format(i=i), c.head_dim) if c.qk_norm else None,
+            k_norm=self._norm(n.k_norm.format(i=i), c.head_dim) if c.qk_norm else None,
             out=Linear(
                 self._stack([n.out.format(i=i)], (hidden, c.q_size)),
                 self._read_bias(n.out.format(i=i), hidden) if c.out_bias else None,
             ),
-            mlp_norm=self._vector(n.mlp_norm.format(i=i), hidden),
+            mlp_norm=self._norm(n.mlp_norm.format(i=i), hidden),
             gate_up=Linear(self._stack([gate, up], (inter, hidden))),
             down=Linear(self._stack([n.down.format(i=i)], (hidden, inter))),
+            post_attn_norm=self._norm(n.post_attn_norm.format(i=i), hidden)
+            if c.post_norms
+            else None,
+            post_mlp_norm=self._norm(n.post_mlp_norm.format(i=i), hidden) if c.post_norms else None,
+            sinks=self._own(self._part(n.sinks.format(i=i), (c.num_heads,))) if c.sinks else None,
         )
 
     def _wanted(self) -> list[str]:
@@ -122,12 +128,14 @@ class _Loader:
         modules = [n.embedding, n.norm] + ([] if c.tie_embeddings else [n.head])
         per_layer = [n.attn_norm, n.q, n.k, n.v, n.out, n.mlp_norm, n.gate, n.up, n.down]
         per_layer += [n.q_norm, n.k_norm] if c.qk_norm else []
+        per_layer += [n.post_attn_norm, n.post_mlp_norm] if c.post_norms else []
         biased = [n.q, n.k, n.v] if c.qkv_bias else []
         biased += [n.out] if c.out_bias else []
         wanted = [f"{module}.weight" for module in modules]
         for i in range(c.num_layers):
             wanted += [f"{module.format(i=i)}.weight" for module in per_layer]
             wanted += [f"{module.format(i=i)}.bias" for module in biased]
+            wanted += [n.sinks.format(i=i)] if c.sinks else []
         return wanted
 
     def _part(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -143,8 +151,11 @@ class _Loader:
         if self._on_progress is not None:
             self._on_progress(self._done, self._total)
 
-    def _vector(self, module: str, size: int) -> Tensor:
-        return self._own(self._part(f"{module}.weight", (size,)))
+    def _norm(self, module: str, size: int) -> Tensor:
+        weight = self._part(f"{module}.weight", (size,))
+        if self._norm_offset == 0.0:
+            return self._own(weight)
+        return (weight.float() + self._norm_offset).to(self._device)
 
     def _read_bias(self, module: str, size: int) -> Tensor:
         return self._own(self._part(f"{module}.bias", (size,)))

@@ -1,4 +1,4 @@
-"""Mistral without a sliding window. Its GGUF files call themselves llama."""
+"""Mistral, with a window on all layers or on none. Its GGUF files call themselves llama."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from phloem.config.gguf import GGUFFile, GGUFTensor, model_config_from_gguf
 from phloem.config.hf import model_config_from_hf
-from phloem.config.model import RopeKind
+from phloem.config.model import Activation, LayerSpec, RopeKind
 from phloem.core.errors import ConfigError
 
 LLAMA32: dict[str, Any] = {
@@ -88,13 +89,128 @@ def test_qwen_windows_that_are_switched_off_do_not_matter():
     assert {layer.window for layer in c.layers} == {None}
 
 
+def windows(**changes: Any) -> list[int | None]:
+    return [layer.window for layer in config(num_hidden_layers=4, **changes).layers]
+
+
+def test_which_layers_have_a_window():
+    """By number, and by `layer_types`, which goes before numbers."""
+    assert windows(model_type="mistral", sliding_window=64) == [64] * 4
+    assert windows(model_type="mistral", sliding_window=None) == [None] * 4
+    qwen = {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}
+    assert windows(**qwen, max_window_layers=3) == [None, None, None, 64]
+    assert windows(**{**qwen, "use_sliding_window": False}, max_window_layers=3) == [None] * 4
+    assert windows(model_type="gemma2", sliding_window=64) == [64, None, 64, None]
+    gemma3 = {"model_type": "gemma3_text", "sliding_window": 64}
+    assert windows(**gemma3, sliding_window_pattern=2) == [64, None, 64, None]
+    assert windows(**gemma3) == [64] * 4
+    kinds = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
+    assert windows(**gemma3, layer_types=kinds) == [None, 64, None, None]
+    assert windows(**qwen, layer_types=kinds) == [None, 64, None, None]
+    gpt = {"model_type": "gpt_oss", "sliding_window": 64, "num_local_experts": 0}
+    assert windows(**gpt) == [64, None, 64, None]
+
+
+def test_components_of_the_layers():
+    """Full first, whatever it holds; a window component only where there is a window."""
+    mixed = config(model_type="gemma2", sliding_window=64, num_hidden_layers=4)
+    assert (mixed.window, mixed.component_layers) == (64, ((1, 3), (0, 2)))
+    spine = config(model_type="mistral", sliding_window=64, num_hidden_layers=2)
+    assert (spine.window, spine.component_layers) == (64, ((), (0, 1)))
+    plain = config(num_hidden_layers=2)
+    assert (plain.window, plain.component_layers) == (None, ((0, 1),))
+
+
+GEMMA3_4B: dict[str, Any] = {
+    # What its config.json says; the rest is left to the reader.
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152},
+}
+
+
+def test_gemma3_4b():
+    c = model_config_from_hf(GEMMA3_4B)
+    assert (c.num_heads, c.num_kv_heads, c.head_dim, c.vocab_size) == (8, 4, 256, 262208)
+    assert [len(layers) for layers in c.component_layers] == [5, 29]
+    assert (c.window, c.activation, c.tie_embeddings) == (1024, Activation.GELU_TANH, True)
+    assert (c.rope.theta, c.rope.kind, c.rope.factor) == (1e6, RopeKind.LINEAR, 8.0)
+    assert (c.window_rope.theta, c.window_rope.kind) == (1e4, RopeKind.DEFAULT)
+    assert (c.score_scale, c.attn_softcap, c.final_softcap) == (256**-0.5, None, None)
+    assert (c.eos_ids, c.qk_norm, c.post_norms) == ((1, 106), True, True)
+    assert 3.8e9 < c.num_parameters < 3.9e9  # 4.3 B with the part that sees
+
+
+def test_gemma3_in_the_newer_spelling_is_the_same():
+    text = dict(GEMMA3_4B["text_config"])
+    scaling = text.pop("rope_scaling")
+    text["rope_parameters"] = {
+        "full_attention": {**scaling, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    newer = {**GEMMA3_4B, "text_config": text}
+    assert model_config_from_hf(newer) == model_config_from_hf(GEMMA3_4B)
+
+
+def test_yarn_of_qwen25_and_gpt_oss():
+    qwen = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    c = config(model_type="qwen2", rope_scaling=qwen)
+    assert (c.rope.kind, c.rope.factor, c.rope.truncate) == (RopeKind.YARN, 4.0, True)
+    assert c.rope.scale == pytest.approx(1.1386, abs=1e-4)
+    gpt = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "beta_fast": 32.0}
+    gpt["original_max_position_embeddings"] = 4096
+    c = config(model_type="gpt_oss", num_local_experts=0, sliding_window=128, rope_scaling=gpt)
+    assert (c.rope.truncate, c.sinks, c.out_bias, c.window) == (False, True, True, 128)
+    told = config(model_type="qwen2", rope_scaling={**qwen, "attention_factor": 1.5})
+    assert told.rope.scale == 1.5
+
+
+def test_two_sizes_of_window_are_refused():
+    c = config(model_type="gemma2", sliding_window=64, num_hidden_layers=2)
+    with pytest.raises(ConfigError, match="windows of 32 and 64 tokens; one size per model"):
+        replace(c, layers=(LayerSpec(window=64), LayerSpec(window=32)))
+    with pytest.raises(ConfigError, match="window must be at least 1 token"):
+        replace(c, layers=(LayerSpec(window=0),))
+
+
+_HALF = ["full_attention", "sliding_attention"] * 8
 REFUSED = {
     "model type": ({"model_type": "mamba"}, "unsupported model_type 'mamba'.*llama, mistral"),
     "no model type": ({"model_type": ...}, "unsupported model_type None"),
-    "window": ({"model_type": "mistral", "sliding_window": 4096}, "sliding window.*4096"),
-    "layer types": ({"layer_types": ["sliding_attention"]}, "layer types.*sliding_attention"),
+    "llama window": ({"sliding_window": 4096}, "no sliding window.*4096"),
+    "window text": ({"model_type": "mistral", "sliding_window": "8"}, "must be an integer"),
+    "layer types": ({"layer_types": ["linear_attention"]}, "layer types.*linear_attention"),
+    "few types": ({"layer_types": ["full_attention"]}, "layer_types names 1 layers"),
+    "no window": (
+        {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 16},
+        "no sliding_window in use",
+    ),
+    "half mistral": (
+        {"model_type": "mistral", "sliding_window": 8, "layer_types": _HALF},
+        "all layers or on none",
+    ),
+    "experts": ({"model_type": "gpt_oss"}, "mixtures of experts, which are not supported yet"),
+    "pattern": ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "pattern"),
+    "both ways": (
+        {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+        "use_bidirectional_attention",
+    ),
+    "softcap": ({"model_type": "gemma2", "attn_logit_softcapping": -1.0}, "must be positive"),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),
-    "yarn": ({"rope_scaling": {"rope_type": "yarn"}}, "RoPE type 'yarn'"),
+    "longrope": ({"rope_scaling": {"rope_type": "longrope"}}, "RoPE type 'longrope'"),
+    "yarn ramp": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1.0, "beta_slow": 2.0}},
+        "beta_fast > beta_slow",
+    ),
     "odd rope": ({"rope_scaling": [1]}, "must be a JSON object"),
     "linear without factor": ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
     "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

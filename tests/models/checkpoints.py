@@ -50,22 +50,116 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         sliding_window=None,
     ),
     "qwen2": lambda: transformers.Qwen2Config(**_SIZES, tie_word_embeddings=True),
+    "llama-yarn": lambda: _llama(
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        }
+    ),
     "qwen3": lambda: transformers.Qwen3Config(**_SIZES, head_dim=24),
 }
 
 
-def make_model(family: str, seed: int = 7) -> transformers.PreTrainedModel:
-    """A seeded random model in fp32; biases and norm weights are random too."""
+def _mistral(window: int, **extra: Any) -> transformers.PretrainedConfig:
+    return transformers.MistralConfig(**{**_SIZES, "head_dim": 16, **extra}, sliding_window=window)
+
+
+def _qwen2(window: int, **extra: Any) -> transformers.PretrainedConfig:
+    """Of three layers the first one sees all."""
+    more = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": window, **extra}
+    return transformers.Qwen2Config(**{**_SIZES, **more})
+
+
+def _gemma2(window: int, **extra: Any) -> transformers.PretrainedConfig:
+    """Window, full, window; caps so low that they bend most scores."""
+    more = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": window}
+    more |= {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0, **extra}
+    return transformers.Gemma2Config(**{**_SIZES, **more})
+
+
+def _gemma3(window: int, **extra: Any) -> transformers.PretrainedConfig:
+    """Two layers with a window, then one without; two RoPE bases, the global one stretched."""
+    more = {"head_dim": 24, "query_pre_attn_scalar": 40, "sliding_window": window}
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    ropes = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+    }
+    more |= {"layer_types": kinds, "rope_parameters": ropes, **extra}
+    return transformers.Gemma3TextConfig(**{**_SIZES, **more})
+
+
+def _gpt_oss(window: int, **extra: Any) -> transformers.PretrainedConfig:
+    """Window and full by turns; YaRN whose ramp lies between whole pairs."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 150.0,
+        "factor": 8.0,
+        "beta_fast": 8.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    }
+    more = {"head_dim": 16, "sliding_window": window, "rope_parameters": rope}
+    sizes = {**_SIZES, "num_local_experts": 2, "num_experts_per_tok": 1, **more, **extra}
+    return transformers.GptOssConfig(**sizes)
+
+
+# Families with windows: the window (and other fields) -> config.
+WINDOWED: dict[str, Callable[..., transformers.PretrainedConfig]] = {
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "gpt_oss": _gpt_oss,
+}
+
+
+class DenseMLP(torch.nn.Module):
+    """Stands in for the experts of gpt-oss, in transformers' model and in ours."""
+
+    def __init__(self, config: transformers.PretrainedConfig) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = torch.nn.Linear(hidden, inner, bias=False)
+        self.up_proj = torch.nn.Linear(hidden, inner, bias=False)
+        self.down_proj = torch.nn.Linear(inner, hidden, bias=False)
+        for linear in (self.gate_proj, self.up_proj, self.down_proj):
+            torch.nn.init.normal_(linear.weight, std=config.initializer_range)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gate = torch.nn.functional.silu(self.gate_proj(x))
+        return self.down_proj(gate * self.up_proj(x)), None
+
+
+def build_model(
+    config: transformers.PretrainedConfig, seed: int = 7
+) -> transformers.PreTrainedModel:
+    """A seeded random model in fp32; biases, norm weights and sinks are random too."""
     torch.manual_seed(seed)
-    config = FAMILIES[family]()
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    if isinstance(config, transformers.GptOssConfig):
+        for layer in model.model.layers:
+            layer.mlp = DenseMLP(config)
+        model.config.num_local_experts = 0
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if name.endswith("bias"):
                 tensor.normal_(0.0, 0.5)
+            elif name.endswith("sinks"):
+                tensor.normal_(0.0, 1.5)
             elif "norm" in name:
                 tensor.uniform_(0.5, 1.5)
     return model
+
+
+def make_model(family: str, seed: int = 7) -> transformers.PreTrainedModel:
+    """The random model of one of `FAMILIES`."""
+    return build_model(FAMILIES[family](), seed)
 
 
 def make_checkpoint(
@@ -74,4 +168,13 @@ def make_checkpoint(
     """Write the model of `family` to `folder` and return it."""
     model = make_model(family, seed)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+def make_windowed(
+    family: str, folder: Path, *, window: int, seed: int = 7, **extra: Any
+) -> transformers.PreTrainedModel:
+    """Write a model with a window to `folder` and return it."""
+    model = build_model(WINDOWED[family](window, **extra), seed)
+    model.save_pretrained(folder)
     return model
