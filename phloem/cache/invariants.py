@@ -129,7 +129,7 @@ def _pages(cache: PrefixCache) -> Iterator[str]:
 def _tables(cache: PrefixCache) -> Iterator[str]:
     """The shared part of a page table is the tree's path, page by page."""
     for reservation in cache.leader.reservations:
-        if reservation.closed and not reservation.load_slots:
+        if reservation.closed and not reservation.is_loading:
             yield "a closed reservation is still listed"
         shared = reservation.num_shared_pages
         committed = reservation.num_committed_pages

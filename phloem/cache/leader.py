@@ -21,6 +21,7 @@ from phloem.cache.residence import covered
 from phloem.cache.state import CacheState
 from phloem.cache.window import WindowConfig
 from phloem.cache.window_eviction import path_end
+from phloem.cache.window_host import WindowHost
 from phloem.cache.window_ledger import WindowLedger
 from phloem.core.errors import NoRoom
 from phloem.core.tokens import TOKEN_BYTES
@@ -55,6 +56,7 @@ class Leader:
         "tree",
         "unbacked_pages",
         "window",
+        "window_host",
     )
 
     def __init__(
@@ -81,8 +83,10 @@ class Leader:
         self.unbacked_pages = 0  # of these: lost although there is a host tier
         self.host = HostLedger(state, self.log, ghosts, exclusive=exclusive_host)
         self.window: WindowLedger | None = None
+        self.window_host: WindowHost | None = None
         if window is not None:
             self.window = WindowLedger(state, self.log, window, placement, record_freed)
+            self.window_host = WindowHost(self)
         self.reservations: set[Reservation] = set()  # open now; never iterated to decide anything
         self.ages: Ages | None = None  # set by who has a clock
         self.backups: set[Backup] = set()  # in flight; never iterated to decide anything
@@ -98,10 +102,8 @@ class Leader:
     def recall(self, match: Match) -> None:
         """Count the pages right after the match that were cached once."""
         tree = self.tree
-        node, pages = match.node, match.node_pages
-        start = (match.num_pages + match.host_pages) * tree.page_bytes
-        if match.host_node is not None:
-            node, pages = match.host_node, match.host_node_pages
+        node, pages, known = match.path_end()
+        start = known * tree.page_bytes
         if start < match.end:
             key = tree.chain_key(node, pages, match.namespace)
             self.ghosts.recall(tree.hasher, key, match.tokens, start, match.end, tree.page_bytes)
@@ -211,8 +213,9 @@ class Leader:
         if self.tree.host_pages:
             self.host.forget_all()
         self._drop(self.evictable_pages)
-        if self.window is not None:
+        if self.window is not None and self.window_host is not None:
             self.window.forget()
+            self.window_host.evict(self.window_host.capacity)
         self.ghosts.keys.clear()  # what is flushed did not go too early
         self.log.append(commands.detach())
         for reservation in self.reservations:

@@ -81,6 +81,15 @@ class Match:
         """The same with what can be loaded from the host."""
         return range(self.num_pages + self.host_pages + 1)
 
+    def path_end(self) -> tuple[Node, int, int]:
+        """The last node of what is known of the prompt on any tier, how many of its pages match,
+        and how many pages that makes from the start.
+        """
+        known = self.num_pages + self.host_pages
+        if self.host_node is None:
+            return self.node, self.node_pages, known
+        return self.host_node, self.host_node_pages, known
+
     def packed_refs(self) -> bytes:
         """The refs of the matched pages in order, packed. Valid while the match is."""
         node: Node | None = self.node

@@ -164,10 +164,22 @@ class Reservation:
     def num_loading_pages(self) -> int:
         return len(self._load_slots) // REF_BYTES
 
+    @property
+    def window_loads(self) -> tuple[bytes, bytes]:
+        """Packed refs of own window pages that a load fills, and the host slots it reads."""
+        return (b"", b"") if self.window is None else self.window.loads
+
+    @property
+    def is_loading(self) -> bool:
+        """A load fills pages of this reservation, until `end_load`."""
+        return bool(self._load_slots or self.window_loads[1])
+
     def end_load(self) -> None:
         """The load has ended, well or not: let its host slots go."""
         slots, self._load_slots = self._load_slots, b""
         self._leader.host.release(slots)
+        if self.window is not None:
+            self.window.end_load()
         if self.closed:
             self._let_go()
 
@@ -209,7 +221,7 @@ class Reservation:
         if self.closed:
             return
         self.closed = True
-        if not self._load_slots:
+        if not self.is_loading:
             self._let_go()
 
     def _let_go(self) -> None:

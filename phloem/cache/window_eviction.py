@@ -117,6 +117,10 @@ class Tails:
                 out.append(self._leftovers.popitem(last=False)[0])
         return out
 
+    def ending_at(self, page: int) -> Tail | None:
+        """The tail whose last page this is."""
+        return self._tails.get(page)
+
     def is_wanted(self, page: int) -> bool:
         """Whether some tail needs the page."""
         return page in self._needs

@@ -51,6 +51,7 @@ class WindowLease:
         "_ends",
         "_ledger",
         "_load_slots",
+        "_loaded",
         "_low",
         "_own",
         "_right_from",
@@ -90,12 +91,14 @@ class WindowLease:
         self._table[begin.low :] = held
         self._own = np.zeros(self.end, np.bool_)
         self._load_slots = array("q", load_slots).tobytes()
+        self._loaded = b""
         ledger.lock([page for page in held if page != ABSENT])
         if load_slots:
             ledger.hold(self._load_slots)
             self._own[begin.low :] = self._table[begin.low :] == ABSENT
             packed = ledger.allocate(begin.low, len(load_slots))
             self._table[self._own] = np.frombuffer(packed, REF_DTYPE)
+            self._loaded = packed
 
     @property
     def refs(self) -> PageRefs:
@@ -118,15 +121,15 @@ class WindowLease:
         shared: list[int] = held[~self._own[self._low : self.end]].tolist()
         return shared
 
+    @property
     def loads(self) -> tuple[bytes, bytes]:
         """Packed refs of the pages that are loaded, and the host slots they are loaded from."""
-        if not self._load_slots:
-            return b"", b""
-        return array("q", self.own_pages()).tobytes(), self._load_slots
+        return self._loaded, self._load_slots
 
     def end_load(self) -> None:
         """The load has ended, well or not: let its host slots go."""
         slots, self._load_slots = self._load_slots, b""
+        self._loaded = b""
         self._ledger.release(slots)
 
     def extend(self, end_page: int) -> PageRefs:
@@ -141,6 +144,8 @@ class WindowLease:
 
     def advance(self, position: int) -> None:
         """The next token to compute is `position`: let go of what neither it nor a tail needs."""
+        if self._load_slots:
+            return  # the load still writes to what it holds
         config = self._ledger.config
         low = (position - config.tokens + 1) // self._ledger.page_size
         if self._shares:

@@ -65,9 +65,9 @@ class WindowMatch(Match):
         self.full_node, self.full_node_pages = self.node, self.node_pages
         self.host_full_pages = self.host_pages  # on the host alone in the full component
         if not self._tail_is_alive():
-            self.end_at(self.valid_lengths[-1])
+            self.end_at(self._longest(self.window_refs() >= 0))
         if self.host_node is not None or self.num_pages < self.full_pages:
-            self.host_pages = self.loadable_lengths[-1] - self.num_pages
+            self.host_pages = self._longest(self._window_anywhere()) - self.num_pages
 
     @property
     def valid_lengths(self) -> Sequence[int]:
@@ -80,10 +80,7 @@ class WindowMatch(Match):
     def loadable_lengths(self) -> Sequence[int]:
         """The same with what can be loaded from the host; the valid ones are among them."""
         if self._loadable is None:
-            slots, refs = self.window_slots(), self.window_refs()
-            there = slots >= 0
-            there[: len(refs)] |= refs >= 0
-            self._loadable = self._lengths(there)
+            self._loadable = self._lengths(self._window_anywhere())
         return self._loadable
 
     def restart_start(self) -> int:
@@ -119,6 +116,12 @@ class WindowMatch(Match):
             pages = step.num_pages
         parts.reverse()
         return np.frombuffer(b"".join(parts), REF_DTYPE)
+
+    def path_end(self) -> tuple[Node, int, int]:
+        known = self.full_pages + self.host_full_pages
+        if self.host_node is None:
+            return self.full_node, self.full_node_pages, known
+        return self.host_node, self.host_node_pages, known
 
     def packed_host_slots(self) -> bytes:
         """Host slots of the pages that are on the host alone in the full component."""
@@ -175,12 +178,26 @@ class WindowMatch(Match):
         """Whether the whole device part is a valid length: the way of most hits."""
         return ABSENT_BYTES not in self.tail_refs(self.full_pages)
 
+    def _window_anywhere(self) -> npt.NDArray[np.bool_]:
+        slots, refs = self.window_slots(), self.window_refs()
+        there = slots >= 0
+        there[: len(refs)] |= refs >= 0
+        return there
+
+    def _longest(self, there: npt.NDArray[np.bool_]) -> int:
+        """The last of `_lengths`, without the others."""
+        if not self.tail_pages:
+            return len(there)
+        for start, stop in reversed(runs_of(there)):
+            if not start or stop - start >= self.tail_pages:
+                return stop
+        return 0
+
     def _lengths(self, there: npt.NDArray[np.bool_]) -> list[int]:
         """After how many pages one can go on, given where window state is (num_pages,)."""
-        tail = self.tail_pages
-        if not tail:
-            return list(range(self.full_pages + self.host_full_pages + 1))[: len(there) + 1]
+        if not self.tail_pages:
+            return list(range(len(there) + 1))
         out = [0]
         for start, stop in runs_of(there):
-            out.extend(range(start + tail if start else 1, stop + 1))
+            out.extend(range(start + self.tail_pages if start else 1, stop + 1))
         return out
