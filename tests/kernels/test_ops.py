@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from phloem.core.errors import ConfigError
-from phloem.kernels import ReferenceOps, Scoring, TorchOps, make_ops, merge_partials, torch_ops
+from phloem.kernels import (
+    ReferenceOps,
+    Scoring,
+    TorchOps,
+    add_sinks,
+    make_ops,
+    merge_partials,
+    torch_ops,
+)
 
 FAST, SLOW = TorchOps(), ReferenceOps()
 PLAIN = Scoring(8**-0.5)
@@ -66,6 +74,49 @@ def test_rope_on_a_strided_view(dtype):
 def test_silu_mul(dtype):
     gate_up = torch.randn(7, 40).to(dtype) * 4
     assert close(FAST.silu_mul(gate_up.clone()), SLOW.silu_mul(gate_up), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gelu_tanh_mul(dtype):
+    gate_up = torch.randn(7, 40).to(dtype) * 4
+    got, want = FAST.gelu_tanh_mul(gate_up.clone()), SLOW.gelu_tanh_mul(gate_up)
+    assert close(got, want, dtype)
+
+
+def test_a_norm_with_wide_weights_rounds_once():
+    """Weights a hair above 1, as (1 + w) gives: in bf16 they would all be 1."""
+    x, w = torch.randn(5, 64).bfloat16(), 1 + torch.rand(64) / 300
+    want = SLOW.rms_norm(x, w, 1e-5)
+    got = FAST.rms_norm(x, w, 1e-5)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, want)
+    assert not torch.equal(got, FAST.rms_norm(x, w.bfloat16(), 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("shape", [(2, 1, 1, 9), (5, 9), (1, 1, 5, 9)], ids=str)
+def test_attend_under_a_mask(dtype, softcap, shape, monkeypatch):
+    """Of keys and of pairs, with the softcap before it and a block border inside."""
+    monkeypatch.setattr(torch_ops, "SCORES_BYTES", 4 * 2 * 3 * 9 * 2)
+    q = torch.randn(2, 3, 5, 8).to(dtype)
+    k, v = torch.randn(2, 2, 3, 9, 8).to(dtype)
+    mask = torch.where(torch.rand(shape) < 0.4, -torch.inf, 0.0).to(dtype)
+    mask[..., 0] = 0.0
+    scoring = Scoring(0.5, softcap)
+    out, lse = FAST.attend(q, k, v, scoring, mask=mask)
+    want, want_lse = SLOW.attend(q, k, v, scoring, mask=mask)
+    assert close(out, want, dtype)
+    assert torch.allclose(lse, want_lse, atol=TOLERANCES[dtype], rtol=1e-5)
+
+
+def test_sinks_join_the_softmax():
+    scores, values = torch.randn(2, 3, 4, 7), torch.randn(2, 3, 7, 8)
+    sinks = torch.randn(3) * 2
+    out, lse = torch.softmax(scores, -1) @ values, torch.logsumexp(scores, -1)
+    whole = torch.cat((scores, sinks.view(3, 1, 1).expand(2, 3, 4, 1)), -1)
+    want = torch.softmax(whole, -1)[..., :7] @ values
+    assert torch.allclose(add_sinks(out, lse, sinks.view(3, 1)), want, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
