@@ -6,7 +6,29 @@ from dataclasses import dataclass, field
 
 from phloem.core.request import CachedTokens
 
-__all__ = ["AGE_BOUNDS_S", "AgeStats", "CacheStats", "EngineStats", "TierStats", "TransferStats"]
+__all__ = [
+    "AGE_BOUNDS_S",
+    "AgeStats",
+    "CacheStats",
+    "EngineStats",
+    "TierStats",
+    "TransferStats",
+    "WindowStats",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowStats:
+    """The window component's pages: free + evictable + locked = total at every moment."""
+
+    tokens: int  # the window, the token itself included
+    layers: int
+    checkpoint_pages: int  # from one kept tail to the next; 0: only ends are kept
+    total_pages: int
+    free_pages: int
+    evictable_pages: int
+    locked_pages: int
+    evicted_pages_total: int = 0  # the prefixes that needed them live on in the other layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +49,7 @@ class CacheStats:
     host_free_pages: int = 0
     host_pages: int = 0  # of the tree; the rest are written or read by transfers
     host_evicted_pages_total: int = 0
+    window: WindowStats | None = None  # None: no layer has a window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +110,8 @@ class EngineStats:
     generated_tokens_total: int = 0
     recomputed_tokens_total: int = 0  # computed again after a retraction; never counted as hits
     retractions_total: int = 0
+    restarts_total: int = 0  # requests that began lower down, for window state that was gone
+    restarted_tokens_total: int = 0  # computed by them although their other state was cached
     refused_total: int = 0
     finished_total: tuple[tuple[str, int], ...] = ()  # (FinishReason.value, count)
     compute_s_total: float = 0.0  # time spent inside steps

@@ -4,38 +4,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from phloem.config import Config
 from phloem.config.checkpoint import read_model_config
-from phloem.config.units import format_bytes
 from phloem.core.errors import ConfigError
 from phloem.engine.api import ModelCard
-from phloem.engine.build_tiers import host_pages, loaded_key_facts, tier_parts
+from phloem.engine.build_pools import Pools, plan_pools
+from phloem.engine.build_tiers import loaded_key_facts, tier_parts
 from phloem.engine.core import BuildHooks
 from phloem.engine.facts import EngineFacts
 from phloem.engine.loop_core import LoopCore, make_loop_core
 from phloem.engine.models import resolve_model
-from phloem.engine.resources import available_memory_bytes, default_kv_bytes, usable_cpus
+from phloem.engine.resources import usable_cpus
 from phloem.engine.sampling_defaults import sampling_defaults
 from phloem.engine.tier_parts import ModelSlot
 from phloem.kv.keys import KeyFacts
-from phloem.kv.spec import KVDtype
-from phloem.worker import Hooks, LoadedWorker, WorkerOptions, kv_spec, load_worker
+from phloem.worker import Hooks, LoadedWorker, WorkerOptions, load_worker
 
 __all__ = ["build_core"]
-
-_KV_SHARE_OF_GPU = 0.5  # of the memory free before the weights are loaded
 
 
 def build_core(config: Config, hooks: BuildHooks, eos_ids: tuple[int, ...]) -> LoopCore:
     """Load the model and join it with cache, scheduler and loop. Raises ConfigError."""
     start_s = time.monotonic()
     model = resolve_model(config.model.model)
-    options = _worker_options(config, hooks, model.path)
+    dtype = _dtype(config, model.path)
+    pools = plan_pools(config, model.path, dtype)
+    options = _worker_options(config, hooks, dtype, pools)
     loaded = load_worker(
         model.path,
         options,
@@ -44,6 +42,7 @@ def build_core(config: Config, hooks: BuildHooks, eos_ids: tuple[int, ...]) -> L
     tiers = tier_parts(config, loaded, model.path)
     name = config.model.served_model_name or model.name
     facts = _facts(config, options, loaded, name=name, path=str(model.path), start_s=start_s)
+    facts = replace(facts, window=pools.window)
     every_eos = tuple(dict.fromkeys((*eos_ids, *loaded.config.eos_ids)))
     return make_loop_core(
         config,
@@ -74,51 +73,22 @@ def _dtype(config: Config, path: Path) -> str:
     return read_model_config(path).dtype
 
 
-def _auto_kv_bytes(device: str) -> int:
-    if device == "cuda" and torch.cuda.is_available():  # if not, load_worker says so
-        free_bytes, _ = torch.cuda.mem_get_info()
-        return int(free_bytes * _KV_SHARE_OF_GPU)
-    return default_kv_bytes(available_memory_bytes())
-
-
-def _check_memory(kv_bytes: int, host_bytes: int) -> None:
-    """Pages are backed by memory only when they are first written: too many would kill it later."""
-    available = available_memory_bytes()
-    asked = kv_bytes + host_bytes
-    if available is None or asked <= available:
-        return
-    if host_bytes == 0:
-        what, lower = "the KV cache", "--num-pages or --kv-memory"
-    else:
-        what, lower = "the KV cache and its host tier", "--kv-memory or --host-memory"
-    raise ConfigError(
-        f"{what} would take {format_bytes(asked)}, but only {format_bytes(available)} "
-        f"of memory are available; lower {lower}"
-    )
-
-
-def _worker_options(config: Config, hooks: BuildHooks, path: Path) -> WorkerOptions:
-    dtype, device = _dtype(config, path), config.model.device
-    kv_bytes = None
-    if config.cache.num_pages is None:
-        kv_bytes = config.cache.kv_memory_bytes or _auto_kv_bytes(device)
-    spec = kv_spec(read_model_config(path), dtype=KVDtype(dtype), page_size=config.page_size)
-    asked = kv_bytes or (config.cache.num_pages or 0) * spec.page_bytes
-    (num_host,) = host_pages(config, (spec,), device_bytes=asked)
-    _check_memory(asked if device == "cpu" else 0, num_host * spec.page_bytes)
+def _worker_options(config: Config, hooks: BuildHooks, dtype: str, pools: Pools) -> WorkerOptions:
+    windows = len(pools.specs) > 1
     return WorkerOptions(
         dtype=dtype,
-        device=device,
+        device=config.model.device,
         page_size=config.page_size,
-        num_pages=config.cache.num_pages,
-        kv_bytes=kv_bytes,
+        num_pages=pools.device[0],
+        window_pages=pools.device[1] if windows else None,
         max_running=config.scheduler.max_running,
         max_model_len=config.model.max_model_len,
         max_prefill_tokens=config.scheduler.max_prefill_tokens,
         threads=config.runtime.threads or usable_cpus(),
         kernels=config.runtime.kernels,
         hooks=Hooks(on_layer=hooks.on_layer),
-        host_pages=num_host,
+        host_pages=pools.host[0],
+        window_host_pages=pools.host[1] if windows else None,
     )
 
 

@@ -7,7 +7,19 @@ from dataclasses import dataclass
 from phloem.config.units import format_bytes
 from phloem.engine.api import ModelCard
 
-__all__ = ["EngineFacts", "startup_rows"]
+__all__ = ["EngineFacts", "WindowFacts", "startup_rows"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowFacts:
+    """The layers with a sliding window, and their pools."""
+
+    tokens: int  # the token itself included
+    layers: int
+    num_pages: int
+    page_bytes: int
+    host_pages: int
+    checkpoint_tokens: int  # from one kept tail to the next; 0: ends only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +36,17 @@ class EngineFacts:
     kernels: str = "torch"
     host_pages: int = 0
     storage: str | None = None  # the directory it started with
+    window: WindowFacts | None = None  # None: no layer has one
 
     @property
     def kv_bytes(self) -> int:
-        return self.card.num_pages * self.card.page_bytes
+        of_windows = 0 if self.window is None else self.window.num_pages * self.window.page_bytes
+        return self.card.num_pages * self.card.page_bytes + of_windows
+
+    @property
+    def host_bytes(self) -> int:
+        of_windows = 0 if self.window is None else self.window.host_pages * self.window.page_bytes
+        return self.host_pages * self.card.page_bytes + of_windows
 
     @property
     def token_capacity(self) -> int:
@@ -37,16 +56,9 @@ class EngineFacts:
 
 def startup_rows(facts: EngineFacts) -> list[tuple[str, str]]:
     """Label and value of each line of the start-up table."""
-    card = facts.card
     return [
-        ("model", f"{card.name} ({card.architecture})"),
-        ("file", card.path),
-        ("dtype", card.dtype),
-        ("device", f"{card.device}, {facts.threads} threads, {facts.kernels} kernels"),
-        ("context", f"{card.max_model_len:,} tokens"),
-        ("page size", f"{card.page_size} tokens ({format_bytes(card.page_bytes)})"),
-        ("pages", f"{card.num_pages:,}"),
-        ("token capacity", f"{facts.token_capacity:,}"),
+        *_model_rows(facts),
+        *([] if facts.window is None else _window_rows(facts.window)),
         ("KV memory", format_bytes(facts.kv_bytes)),
         ("host tier", _host_tier(facts)),
         ("storage", facts.storage or "off"),
@@ -58,7 +70,34 @@ def startup_rows(facts: EngineFacts) -> list[tuple[str, str]]:
     ]
 
 
+def _model_rows(facts: EngineFacts) -> list[tuple[str, str]]:
+    card = facts.card
+    return [
+        ("model", f"{card.name} ({card.architecture})"),
+        ("file", card.path),
+        ("dtype", card.dtype),
+        ("device", f"{card.device}, {facts.threads} threads, {facts.kernels} kernels"),
+        ("context", f"{card.max_model_len:,} tokens"),
+        ("page size", f"{card.page_size} tokens ({format_bytes(card.page_bytes)})"),
+        ("pages", f"{card.num_pages:,}"),
+        ("token capacity", f"{facts.token_capacity:,}"),
+    ]
+
+
+def _window_rows(window: WindowFacts) -> list[tuple[str, str]]:
+    kept = "ends only"
+    if window.checkpoint_tokens:
+        kept = f"ends, and every {window.checkpoint_tokens:,} tokens"
+    return [
+        ("window", f"{window.tokens:,} tokens in {window.layers} layers; kept: {kept}"),
+        ("window pages", f"{window.num_pages:,} ({format_bytes(window.page_bytes)} each)"),
+    ]
+
+
 def _host_tier(facts: EngineFacts) -> str:
     if facts.host_pages == 0:
         return "off"
-    return f"{facts.host_pages:,} pages ({format_bytes(facts.host_pages * facts.card.page_bytes)})"
+    pages = f"{facts.host_pages:,} pages"
+    if facts.window is not None:
+        pages += f" and {facts.window.host_pages:,} of windows"
+    return f"{pages} ({format_bytes(facts.host_bytes)})"

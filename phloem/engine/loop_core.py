@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import dataclass, field
 
-from phloem.cache import HostTier, PrefixCache
+from phloem.cache import HostTier, PrefixCache, WindowConfig
 from phloem.config import Config
 from phloem.core.clock import Clock, MonotonicClock
 from phloem.core.errors import EngineDead
@@ -15,18 +15,16 @@ from phloem.core.request import GenerateRequest
 from phloem.core.stats import EngineStats
 from phloem.engine.commands import Command, Reply
 from phloem.engine.core import BuildHooks
-from phloem.engine.facts import EngineFacts
+from phloem.engine.facts import EngineFacts, WindowFacts
 from phloem.engine.operator import Operator
 from phloem.engine.tier_parts import ModelSlot, TierParts
+from phloem.kv.sizing import pages_for_tokens
 from phloem.loop import EngineLoop
 from phloem.sched import Scheduler, SchedulerConfig
 from phloem.tiers import StorageKeys, TierConfig, TierController
 from phloem.tiers.config import is_exclusive
 
 __all__ = ["LoopCore", "make_loop_core"]
-
-logger = logging.getLogger(__name__)
-
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +105,7 @@ def make_loop_core(
         host=HostTier(pages=num_host_pages, exclusive=is_exclusive(num_pages, num_host_pages)),
         eviction=config.cache.eviction_policy,
         enabled=config.cache.prefix_cache,
+        window=None if facts.window is None else _window(facts.window, facts.card.page_size),
     )
     options = config.scheduler
     scheduler = Scheduler(
@@ -133,6 +132,16 @@ def make_loop_core(
         on_wait=hooks.on_wait,
     )
     return LoopCore(loop, worker, facts, Operator(loop, tiers, model), tiers)
+
+
+def _window(facts: WindowFacts, page_size: int) -> WindowConfig:
+    return WindowConfig(
+        tokens=facts.tokens,
+        layers=facts.layers,
+        pages=(facts.num_pages,),
+        host_pages=facts.host_pages,
+        checkpoint=pages_for_tokens(facts.checkpoint_tokens, page_size),
+    )
 
 
 def _controller(

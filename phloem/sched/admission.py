@@ -22,6 +22,7 @@ from phloem.sched.policies import Policy, PolicyView
 from phloem.sched.queue import WaitQueue
 from phloem.sched.running import RunningSet
 from phloem.sched.state import Phase, RequestState
+from phloem.sched.windows import WindowBudget, first_to_compute
 
 if TYPE_CHECKING:
     from phloem.cache import Match, PrefixCache, Reservation
@@ -81,6 +82,7 @@ class Admission:
         policy: Policy,
         config: SchedulerConfig,
         counters: Counters,
+        windows: WindowBudget,
         tiers: TierController | None = None,
     ) -> None:
         self._tiers = tiers
@@ -90,6 +92,7 @@ class Admission:
         self._running = running
         self._policy = policy
         self._max_prefill_tokens = config.max_prefill_tokens
+        self._windows = windows
         self._counters = counters
         self._page_size = cache.page_size
         self._credit = 0
@@ -106,8 +109,10 @@ class Admission:
                 max_pages=self._max_cached_pages(request),
             )
             request.match_version = self._cache.version
-            request.matched_pages = request.match.num_pages
-            found = request.matched_pages + request.match.host_pages
+            request.matched_pages = first_to_compute(request.match)
+            request.kept_pages = request.match.full_pages
+            on_host = request.match.num_pages + request.match.host_pages
+            found = max(request.matched_pages, on_host)
             request.num_uncached = request.num_tokens - found * self._page_size
         return request.match
 
@@ -159,7 +164,7 @@ class Admission:
         all_pages = pages_for_tokens(request.num_tokens, self._page_size)
         headroom = self._headroom_pages(request)
         room = self._cache.free_pages + self._cache.evictable_pages
-        seems_too_large = all_pages - request.matched_pages + headroom > room
+        seems_too_large = all_pages - request.kept_pages + headroom > room
         if seems_too_large and not barrier:  # by its last known match: cheaper than a new one
             return Verdict.NO_ROOM
         if self._tiers is not None and not self._tiers.may_start(request.request_id):
@@ -172,7 +177,9 @@ class Admission:
         ):
             return Verdict.NO_BUDGET
         num_new = all_pages - match.num_pages
-        if not self._cache.can_reserve(match, num_new + headroom):
+        if not self._cache.can_reserve(match, num_new + headroom, restart=not match.host_pages):
+            return Verdict.NO_ROOM
+        if not self._windows.has_room(request, self._running):
             return Verdict.NO_ROOM
         if self._tiers is not None and not self._tiers.make_room(num_new, match):
             return Verdict.WAITS
@@ -186,7 +193,7 @@ class Admission:
         if self._tiers is not None and request.may_load:
             load_pages = self._tiers.loadable_pages(match, request.num_tokens)
         self._queue.admit(request, barrier=barrier)
-        reservation = self._cache.reserve(match, num_new, load_pages=load_pages)
+        reservation = self._cache.reserve(match, num_new, load_pages=load_pages, restart=True)
         self._running.start(request, reservation)
         if self._tiers is not None:
             self._start_load(self._tiers, request, reservation)
@@ -196,10 +203,10 @@ class Admission:
         self, tiers: TierController, request: RequestState, reservation: Reservation
     ) -> None:
         first, count = tiers.leaves_queue(request.request_id)
-        if reservation.num_loading_pages:
+        if request.load_pages:
             request.load_id = tiers.start_load(reservation, after_step=self._counters.steps - 1)
-            end = reservation.num_cached_pages + reservation.num_loading_pages
-            start = max(first, reservation.num_cached_pages)
+            end = request.num_planned // self._page_size
+            start = max(first, end - request.load_pages)
             request.storage_pages = max(0, min(first + count, end) - start)
 
     def _headroom_pages(self, request: RequestState) -> int:
@@ -209,8 +216,13 @@ class Admission:
         return self._running.expected_growth(horizon) + self._running.own_growth(request, horizon)
 
     def _is_being_computed(self, request: RequestState, match: Match) -> bool:
-        """Is the first page past the match in a running prefill, planned or in flight?"""
-        page = match.num_pages
+        """Is the first page past the match in a running prefill, planned or in flight?
+
+        Or, where the window state of what matched is gone, that state?
+        """
+        page = match.full_pages
+        if match.num_pages < page and self._is_being_revived(request, page):
+            return True
         if page >= self._max_cached_pages(request) or not self._cache.enabled:
             return False
         page_bytes = self._page_size * TOKEN_BYTES
@@ -226,9 +238,24 @@ class Admission:
                 return True
         return False
 
+    def _is_being_revived(self, request: RequestState, num_pages: int) -> bool:
+        """Does a running prefill compute window state for exactly these pages of the prompt?"""
+        end = num_pages * self._page_size
+        for leader in self._leaders:
+            if (
+                leader.num_computed < end == leader.write_from
+                and leader.request.namespace == request.request.namespace
+                and leader.prefill_tokens.startswith(request.known_tokens()[: end * TOKEN_BYTES])
+            ):
+                return True
+        return False
+
     def _count(self, request: RequestState) -> None:
         """Prompt and hits at first admission only; recomputation apart from both (O-08, O-09)."""
         cached = request.num_computed
+        if request.write_from > request.num_planned:
+            self._counters.restarts += 1
+            self._counters.restarted_tokens += request.write_from - request.num_planned
         if request.cached is None:
             request.cached = CachedTokens(device=cached)
             self._counters.prompt_tokens += request.num_prompt

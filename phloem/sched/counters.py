@@ -24,6 +24,8 @@ class Counters:
         self.generated_tokens = 0
         self.recomputed_tokens = 0
         self.retractions = 0
+        self.restarts = 0
+        self.restarted_tokens = 0
         self.refused = 0
         self.compute_s = 0.0
         self.finished: Counter[FinishReason] = Counter()
@@ -46,6 +48,8 @@ class Counters:
             generated_tokens_total=self.generated_tokens,
             recomputed_tokens_total=self.recomputed_tokens,
             retractions_total=self.retractions,
+            restarts_total=self.restarts,
+            restarted_tokens_total=self.restarted_tokens,
             refused_total=self.refused,
             finished_total=tuple((why.value, self.finished[why]) for why in FinishReason),
             compute_s_total=self.compute_s,

@@ -50,9 +50,11 @@ class RunningSet:
         request.reservation = reservation
         request.match = None  # after a retraction its tokens are others
         request.num_pages = reservation.num_pages
-        request.num_computed = reservation.num_cached_pages * self._page_size
-        request.load_pages = reservation.num_loading_pages
-        request.num_planned = request.num_computed + request.load_pages * self._page_size
+        request.num_computed = reservation.num_committed_pages * self._page_size
+        request.num_planned = reservation.start
+        request.load_pages = (reservation.start - request.num_computed) // self._page_size
+        request.write_from = reservation.write_from
+        request.window_from = reservation.window_from
         request.prefill_tokens = request.known_tokens()
         request.prefill_end = request.num_tokens
         self._by_serial[request.serial] = request
@@ -66,6 +68,11 @@ class RunningSet:
             num_prompt_tokens=request.num_prompt,
         )
         self.tables.start(init, reservation.refs)
+        if reservation.window is not None:
+            low = reservation.window.low
+            if low < reservation.window.end:
+                held = reservation.window_refs[low:]
+                self.tables.update(request.row, low, held, component=1)
 
     def loading(self, load_id: int) -> RequestState | None:
         """The running request whose pages the load fills, unless it has left."""
@@ -107,6 +114,22 @@ class RunningSet:
         new = request.reservation.refs[request.num_pages :]
         self.tables.update(request.row, request.num_pages, new)
         request.num_pages += num_new_pages
+
+    def advance_window(self, request: RequestState) -> None:
+        """Let go of window pages that the next token does not read.
+
+        The step in flight may read them: it has ended when the one that is being planned begins.
+        """
+        assert request.reservation is not None, f"{request.request_id} is not running"
+        request.reservation.window_advance(request.num_planned)
+
+    def extend_window(self, request: RequestState, count: int) -> None:
+        """Window pages for the next `count` tokens. Raises NoRoom and changes nothing."""
+        assert request.reservation is not None, f"{request.request_id} is not running"
+        end_page = pages_for_tokens(request.num_planned + count, self._page_size)
+        changed = request.reservation.window_extend(end_page)
+        if changed is not None:
+            self.tables.update(request.row, changed.first_page, changed.refs, component=1)
 
     def commit(self, request: RequestState) -> None:
         """Full pages whose KV is computed and whose ids are known join the tree."""

@@ -36,6 +36,7 @@ from phloem.sched.policies import PolicyView, get_policy
 from phloem.sched.queue import WaitQueue
 from phloem.sched.running import RunningSet
 from phloem.sched.state import Phase, RequestState
+from phloem.sched.windows import WindowBudget
 
 if TYPE_CHECKING:
     from phloem.cache import PrefixCache
@@ -63,6 +64,11 @@ class Scheduler:
             max_running=config.max_running, page_size=cache.page_size, tiers=tiers
         )
         self._counters = Counters()
+        self._windows = WindowBudget(
+            cache,
+            max_prefill_tokens=config.max_prefill_tokens,
+            max_model_len=config.max_model_len,
+        )
         self._admission = Admission(
             cache=cache,
             queue=self._queue,
@@ -70,6 +76,7 @@ class Scheduler:
             policy=self._policy,
             config=config,
             counters=self._counters,
+            windows=self._windows,
             tiers=tiers,
         )
         self._requests: dict[str, RequestState] = {}  # queued and running
@@ -168,6 +175,7 @@ class Scheduler:
         rows = self._plan_decodes()
         self._admission.admit(self._view())
         rows += self._plan_prefills()
+        rows = [row for row in rows if self._running.get(row.serial) is not None]
         if not rows:
             waits = self._in_flight or (self.tiers is not None and self.tiers.busy)
             stuck = self._requests and not waits
@@ -248,6 +256,8 @@ class Scheduler:
             tokens=request.token_slice(start, start + 1) if known else None,
             sample=True,
             output_index=request.num_outputs + request.num_pending,
+            write_from=request.write_from,
+            window_from=request.window_from,
         )
         request.num_planned += 1
         request.num_pending += 1
@@ -257,11 +267,27 @@ class Scheduler:
         prefills = [request for request in self._running if request.phase is Phase.PREFILL]
         remaining = [request.prefill_end - request.num_planned for request in prefills]
         counts = pack_prefills(remaining, self.config.max_prefill_tokens, self._page_size)
-        return [
-            self._prefill_row(request, count)
-            for request, count in zip(prefills, counts, strict=True)
-            if count
-        ]
+        rows = []
+        for request, count in zip(prefills, counts, strict=True):
+            granted = self._grant(request, count)
+            if granted:
+                rows.append(self._prefill_row(request, granted))
+        return rows
+
+    def _grant(self, request: RequestState, count: int) -> int:
+        """How many of these tokens there are window pages for; they are the request's then."""
+        if not self._windows.enabled or not count:
+            return count
+        if request.phase is not Phase.PREFILL:
+            return 0  # retracted, for one before it
+        self._running.advance_window(request)
+        while True:
+            granted = self._windows.room_for(request, count)
+            if granted:
+                self._running.extend_window(request, granted)
+                return granted
+            if not self._retract_for(request):
+                return 0
 
     def _prefill_row(self, request: RequestState, count: int) -> RowPlan:
         start, end = request.num_planned, request.num_planned + count
@@ -274,6 +300,8 @@ class Scheduler:
             tokens=request.prefill_tokens[start * TOKEN_BYTES : end * TOKEN_BYTES],
             sample=is_last,
             output_index=request.num_outputs,
+            write_from=request.write_from,
+            window_from=request.window_from,
         )
         request.num_planned = end
         if is_last:
@@ -290,6 +318,7 @@ class Scheduler:
             table_updates=table_updates,
             released=released,
             freed_pages=self._freed_pages(),
+            freed_window_pages=self.cache.take_freed_window(),
             loads=self._running.loads_of(rows),
         )
         self._counters.steps += 1
@@ -314,22 +343,32 @@ class Scheduler:
     # Pages for decodes; retraction.
 
     def _has_page_for_next(self, request: RequestState) -> bool:
-        """Make sure of a page for the next token; False if this request must sit this step out."""
+        """Make sure of pages for the next token; False if this request must sit this step out."""
         missing = pages_for_tokens(request.num_planned + 1, self._page_size) - request.num_pages
-        while missing > 0:
+        begins_page = self._windows.enabled and request.num_planned % self._page_size == 0
+        while missing > 0 or begins_page:
             try:
-                self._running.extend(request, missing)
+                if missing > 0:
+                    self._running.extend(request, missing)
+                    missing = 0
+                if begins_page:
+                    self._running.advance_window(request)
+                    self._running.extend_window(request, 1)
                 break
             except NoRoom:
-                if self.tiers is not None and self.tiers.frees_pages:
-                    return False  # transfers end soon: wait for the pages that they lock
-                victim, others_go_on = self._newest_to_retract()
-                if victim is request and not others_go_on:
-                    return False  # the others end with step k: wait for their pages
-                self._retract(victim)
-                if victim is request:
+                if not self._retract_for(request):
                     return False
         return True
+
+    def _retract_for(self, request: RequestState) -> bool:
+        """Make room for a running request; False if it must sit this step out."""
+        if self.tiers is not None and self.tiers.frees_pages:
+            return False  # transfers end soon: wait for the pages that they lock
+        victim, others_go_on = self._newest_to_retract()
+        if victim is request and (request.phase is Phase.PREFILL or not others_go_on):
+            return False  # others make room: they end, or go on before it
+        self._retract(victim)
+        return victim is not request
 
     def _newest_to_retract(self) -> tuple[RequestState, bool]:
         """The last admitted request with something left to compute; is it not the only one?"""

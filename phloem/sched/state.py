@@ -46,6 +46,7 @@ class RequestState:
         "cached",
         "counts_load",
         "final_tokens",
+        "kept_pages",
         "load_id",
         "load_pages",
         "match",
@@ -78,6 +79,8 @@ class RequestState:
         "storage_pages",
         "tokens",
         "was_computed",
+        "window_from",
+        "write_from",
     )
 
     def __init__(self, request: GenerateRequest, *, seed: int, eos_ids: tuple[int, ...]) -> None:
@@ -103,7 +106,8 @@ class RequestState:
         self.queued_at_tokens = 0
         self.match: Match | None = None
         self.match_version = -1
-        self.matched_pages = 0
+        self.matched_pages = 0  # before the first one to compute
+        self.kept_pages = 0  # that need no new page: more than these after a restart lower down
         self.num_uncached = self.num_prompt
 
         # Of a running request.
@@ -120,6 +124,7 @@ class RequestState:
         self.num_pending = 0  # sampled in a step in flight: futures
         self.prefill_tokens = b""  # prompt, and after a retraction what it had generated
         self.prefill_end = 0
+        self.write_from = self.window_from = 0  # see `core.plan.RowPlan`
 
         # For the counters.
         self.cached: CachedTokens | None = None  # at first admission; its load's part at its end

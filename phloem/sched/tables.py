@@ -30,9 +30,11 @@ class RowTables:
         self._admitted[init.row] = init
         self.update(init.row, 0, refs)
 
-    def update(self, row: int, first_page: int, refs: PageRefs) -> None:
+    def update(self, row: int, first_page: int, refs: PageRefs, *, component: int = 0) -> None:
         """Pages from `first_page` on are now `refs`, which nobody writes to any more."""
-        self._updates.append(PageTableUpdate(row=row, first_page=first_page, refs=refs))
+        self._updates.append(
+            PageTableUpdate(row=row, first_page=first_page, refs=refs, component=component)
+        )
 
     def release(self, row: int) -> None:
         """The tenant has left. What no plan has told of it yet is never told."""

@@ -24,6 +24,7 @@ from phloem.core.errors import EngineDead
 from phloem.core.stats import EngineStats
 from phloem.engine.api import EngineClient
 from phloem.server.tier_metrics import of_tiers
+from phloem.server.window_metrics import of_windows
 
 __all__ = ["Histogram", "Metrics", "Timer"]
 
@@ -142,6 +143,8 @@ class Metrics(Collector):
             yield from _of_loop(self._stats)
             if self._stats.tiers is not None:
                 yield from of_tiers(self._stats.cache, self._stats.tiers)
+            if self._stats.cache.window is not None:
+                yield from of_windows(self._stats, self._stats.cache.window)
 
     def _of_server(self) -> Iterator[Metric]:
         health, card = self._engine.health(), self._engine.card

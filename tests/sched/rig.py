@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from phloem.cache import CacheState, HostTier, PrefixCache, check_invariants
+from phloem.cache import CacheState, HostTier, PrefixCache, WindowConfig, check_invariants
 from phloem.core.clock import VirtualClock
 from phloem.core.namespace import make_namespace
 from phloem.core.plan import RowResult, StepPlan, StepResult
@@ -16,7 +16,15 @@ from phloem.kv.layout import PageLayout
 from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
 from phloem.loop import EngineLoop
 from phloem.sched import Scheduler, SchedulerConfig
-from phloem.sim import FakeWorker, NextToken, SimStorage, SimTransfers, cold, hash_model
+from phloem.sim import (
+    FakeWindow,
+    FakeWorker,
+    NextToken,
+    SimStorage,
+    SimTransfers,
+    cold,
+    hash_model,
+)
 from phloem.tiers import StorageKeys, TierConfig, TierController
 from phloem.tiers.config import is_exclusive
 
@@ -62,6 +70,7 @@ class Rig:
         transfers: dict | None = None,
         storage: SimStorage | None = None,
         seed_of_weights: int = 0,
+        window: WindowConfig | None = None,
         **config,
     ) -> None:
         self.page_size = page_size
@@ -72,9 +81,10 @@ class Rig:
             enabled=cache_enabled,
             record_freed=True,
             host=HostTier(pages=host_pages, exclusive=is_exclusive(num_pages, host_pages)),
+            window=window,
         )
         self.clock = VirtualClock()
-        self.follower = CacheState(page_size, (num_pages,), host_pages=host_pages)
+        self.follower = CacheState(page_size, (num_pages,), host_pages=host_pages, window=window)
         self.cache.leader.log.attach(self.follower)
         self.model = hash_model(VOCAB) if model is None else model
         self.worker = RecordingWorker(
@@ -84,6 +94,9 @@ class Rig:
             max_running=self.config.max_running,
             max_model_len=max_model_len,
             fail_row=fail_row,
+            window=None
+            if window is None
+            else FakeWindow(tokens=window.tokens, layers=window.layers, num_pages=window.pages[0]),
         )
         self.tiers: TierController | None = None
         if host_pages:
@@ -188,6 +201,8 @@ class Rig:
         assert self.cache.locked_pages == 0
         self.cache.flush()
         assert self.cache.free_pages == self.cache.total_pages
+        if self.cache.window is not None:
+            assert self.cache.leader.window.free_pages == sum(self.cache.window.pages)
         check_invariants(self.cache, idle=True)
 
 

@@ -1,0 +1,105 @@
+"""How large the pools of a model are: pages on the device and the host, by component."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from phloem.config import Config
+from phloem.config.checkpoint import read_model_config
+from phloem.config.units import format_bytes
+from phloem.core.errors import ConfigError
+from phloem.engine.build_tiers import host_pages
+from phloem.engine.facts import WindowFacts
+from phloem.engine.resources import available_memory_bytes, default_kv_bytes
+from phloem.kv.sizing import PoolDemand, default_checkpoint, pool_pages, pool_pages_beside
+from phloem.kv.spec import KVDtype, KVSpec
+from phloem.worker import kv_specs
+
+__all__ = ["Pools", "plan_pools"]
+
+_KV_SHARE_OF_GPU = 0.5  # of the memory free before the weights are loaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pools:
+    """Pages by component. `checkpoint`: tokens between kept tails of windows; 0: ends only."""
+
+    specs: tuple[KVSpec, ...]
+    device: tuple[int, ...]
+    host: tuple[int, ...]
+    checkpoint: int = 0
+
+    @property
+    def window(self) -> WindowFacts | None:
+        """What the control plane must know of the second component; None without one."""
+        if len(self.specs) == 1:
+            return None
+        spec = self.specs[1]
+        assert spec.retention is not None, "the second component is the window"
+        return WindowFacts(
+            tokens=spec.retention,
+            layers=spec.num_layers,
+            num_pages=self.device[1],
+            page_bytes=spec.page_bytes,
+            host_pages=self.host[1],
+            checkpoint_tokens=self.checkpoint,
+        )
+
+
+def plan_pools(config: Config, path: Path, dtype: str) -> Pools:
+    """Divide the memory that the settings name. Raises ConfigError if it cannot be."""
+    model = read_model_config(path)
+    specs = kv_specs(model, dtype=KVDtype(dtype), page_size=config.page_size)
+    window = specs[-1].retention
+    demand = PoolDemand(
+        max_model_len=config.model.max_model_len or model.max_position,
+        max_running=config.scheduler.max_running,
+        max_prefill_tokens=config.scheduler.max_prefill_tokens,
+        checkpoint=0 if window is None else _checkpoint(config, window),
+        ratio=config.cache.window_pool_ratio,
+    )
+    if config.cache.num_pages is not None:
+        device = pool_pages_beside(specs, config.cache.num_pages, demand)
+    else:
+        kv_bytes = config.cache.kv_memory_bytes or _auto_kv_bytes(config.model.device)
+        device = pool_pages(specs, kv_bytes, demand)
+    asked = _num_bytes(specs, device)
+    host = host_pages(config, specs, device_bytes=asked, demand=demand)
+    _check_memory(asked if config.model.device == "cpu" else 0, _num_bytes(specs, host))
+    return Pools(specs=specs, device=device, host=host, checkpoint=demand.checkpoint)
+
+
+def _checkpoint(config: Config, window: int) -> int:
+    asked = config.cache.window_checkpoint
+    return default_checkpoint(window) if asked is None else asked
+
+
+def _num_bytes(specs: Sequence[KVSpec], num_pages: Sequence[int]) -> int:
+    return sum(spec.page_bytes * pages for spec, pages in zip(specs, num_pages, strict=True))
+
+
+def _auto_kv_bytes(device: str) -> int:
+    if device == "cuda" and torch.cuda.is_available():  # if not, load_worker says so
+        free_bytes, _ = torch.cuda.mem_get_info()
+        return int(free_bytes * _KV_SHARE_OF_GPU)
+    return default_kv_bytes(available_memory_bytes())
+
+
+def _check_memory(kv_bytes: int, host_bytes: int) -> None:
+    """Pages are backed by memory only when they are first written: too many would kill it later."""
+    available = available_memory_bytes()
+    asked = kv_bytes + host_bytes
+    if available is None or asked <= available:
+        return
+    if host_bytes == 0:
+        what, lower = "the KV cache", "--num-pages or --kv-memory"
+    else:
+        what, lower = "the KV cache and its host tier", "--kv-memory or --host-memory"
+    raise ConfigError(
+        f"{what} would take {format_bytes(asked)}, but only {format_bytes(available)} "
+        f"of memory are available; lower {lower}"
+    )

@@ -1,0 +1,106 @@
+"""Window pages of running requests: how many each needs, and whether there is room for one more.
+
+A request takes window pages chunk by chunk and lets go of them as it moves on, so it holds the
+tail of where it is, what it computes now, and what it has in flight:
+
+    page     0 .......... low ............ committed ......... planned
+    window   | let go     |---- tail ------|---- in flight -----|-- next chunk --|
+
+Full pages are reserved whole at admission. If these were, a pool of windows would have to hold
+whole prompts; so they may run out on the way, and then the newest request gives its own back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from phloem.cache import Match, WindowMatch
+from phloem.core.errors import ConfigError
+from phloem.kv.sizing import least_window_pages, pages_for_tokens
+from phloem.sched.state import Phase, RequestState
+
+if TYPE_CHECKING:
+    from phloem.cache import PrefixCache, WindowConfig
+
+__all__ = ["WindowBudget", "first_to_compute"]
+
+# The part of the pool that chunks of one step may be promised when others are let in.
+MOST_FOR_CHUNKS = 4  # a quarter
+
+
+def first_to_compute(match: Match) -> int:
+    """The page from which a request on this match computes, if nothing is loaded for it."""
+    if not isinstance(match, WindowMatch):
+        return match.num_pages
+    return match.restart_start() // match.page_size
+
+
+class WindowBudget:
+    """Asks, never takes. Without windows there is always room."""
+
+    def __init__(self, cache: PrefixCache, *, max_prefill_tokens: int, max_model_len: int) -> None:
+        """Raises ConfigError if a request that runs alone could come to a halt."""
+        self._cache = cache
+        self._page_size = cache.page_size
+        self._max_prefill_tokens = max_prefill_tokens
+        window = cache.window
+        self.enabled = window is not None
+        self.total_pages = 0
+        self._steady = 0
+        if window is not None:
+            self._set_up(window, max_model_len)
+
+    def _set_up(self, window: WindowConfig, max_model_len: int) -> None:
+        self.total_pages = sum(window.pages)
+        self._steady = least_window_pages(window.tokens, self._page_size)
+        longest = min(max_model_len, self._cache.total_pages * self._page_size)
+        least = self.needs(longest)
+        if self.total_pages < least:
+            raise ConfigError(
+                f"a window of {window.tokens} tokens needs {least} window pages of "
+                f"{self._page_size} tokens, the pool has {self.total_pages}; raise --kv-memory or "
+                "--window-pool-ratio"
+            )
+
+    def needs(self, num_positions: int) -> int:
+        """Pages that a request of so many positions holds at most, chunks in flight not counted."""
+        return min(self._steady, pages_for_tokens(num_positions, self._page_size))
+
+    def has_room(self, request: RequestState, running: Iterable[RequestState]) -> bool:
+        """May `request` start beside those that run?"""
+        if not self.enabled:
+            return True
+        claims = self.needs(request.final_tokens)
+        prefill_tokens = 0
+        alone = True
+        for other in running:
+            alone = False
+            claims += max(0, self.needs(other.final_tokens) - _held(other))
+            if other.phase is Phase.PREFILL:
+                prefill_tokens += other.prefill_end - other.num_planned
+        if not alone:
+            claims += self._chunk_pages(prefill_tokens + request.num_uncached)
+        return self._cache.can_extend_window(claims)
+
+    def room_for(self, request: RequestState, count: int) -> int:
+        """How many of the next `count` tokens there are pages for; whole pages, or all of them."""
+        assert request.reservation is not None, f"{request.request_id} is not running"
+        window = request.reservation.window
+        assert window is not None, f"{request.request_id} has no window pages"
+        start = request.num_planned
+        end_page = window.end + self._cache.window_room()
+        if end_page >= pages_for_tokens(start + count, self._page_size):
+            return count
+        return max(0, end_page * self._page_size - start)
+
+    def _chunk_pages(self, prefill_tokens: int) -> int:
+        tokens = min(prefill_tokens, self._max_prefill_tokens)
+        pages = pages_for_tokens(tokens, self._page_size)
+        return min(pages, self.total_pages // MOST_FOR_CHUNKS)
+
+
+def _held(request: RequestState) -> int:
+    assert request.reservation is not None, f"{request.request_id} is not running"
+    window = request.reservation.window
+    return 0 if window is None else window.end - window.low
