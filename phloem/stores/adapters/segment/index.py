@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Container, Iterable
 
+from phloem.core.store import Gone
 from phloem.stores.adapters.segment.blockio import BlockFile
 from phloem.stores.adapters.segment.format import Entry, FrameHead
+from phloem.stores.losses import Losses
 
 __all__ = ["Index", "Location", "Segment"]
 
@@ -49,6 +52,7 @@ class Index:
 
     def __init__(self) -> None:
         self._places: dict[bytes, Location] = {}
+        self._losses = Losses()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -72,16 +76,24 @@ class Index:
                     self._places[entry.key] = Location(segment, entry)
 
     def forget(self, key: bytes, location: Location | None = None) -> bool:
-        """Remove a key, or only if it is still at `location`. Returns whether it was removed."""
+        """Remove a key; with `location` only if it is still there, and then it counts as lost.
+
+        Returns whether it was removed.
+        """
         with self._lock:
             found = self._places.get(key)
             if found is None or (location is not None and found is not location):
                 return False
             del self._places[key]
+            if location is not None:
+                self._losses.add(key)
             return True
 
-    def forget_segment(self, segment: Segment) -> int:
-        """Remove all that lies in `segment`; returns how many objects that were."""
+    def forget_segment(self, segment: Segment, kept: Container[bytes] = ()) -> int:
+        """Remove all that lies in `segment`; returns how many objects that were.
+
+        All count as lost but those `kept`, that are about to be written anew.
+        """
         count = 0
         with self._lock:
             for key in segment.keys:
@@ -89,8 +101,21 @@ class Index:
                 if found is not None and found.segment is segment:
                     del self._places[key]
                     count += 1
+                    if key not in kept:
+                        self._losses.add(key)
             segment.keys.clear()
         return count
+
+    def lose(self, keys: Iterable[bytes]) -> None:
+        """Objects that were kept have not been written anew after all."""
+        with self._lock:
+            for key in keys:
+                self._losses.add(key)
+
+    def gone(self, under_way: Callable[[bytes], bool]) -> Gone:
+        """What was lost since the last call, and is neither here nor `under_way`."""
+        with self._lock:
+            return self._losses.take(self._places.__contains__, under_way)
 
     def referenced_in(self, segment: Segment) -> list[tuple[bytes, Location]]:
         """The objects of `segment` that were read since they were written there."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from phloem.core.store import Caps, Status
+from phloem.core.store import Caps, Gone, Status
 from phloem.stores.adapters.segment.blockio import digest_of
 from phloem.stores.adapters.segment.catalog import Catalog
 from phloem.stores.adapters.segment.directory import META_BYTES, SegmentDirectory
@@ -52,6 +52,7 @@ class SegmentBackend:
             max_object_bytes=self._directory.geometry.max_object_bytes,
             persistent=True,
             verifies=True,
+            tells_gone=True,
         )
 
     def put(self, items: Sequence[Item]) -> list[Status]:
@@ -92,6 +93,9 @@ class SegmentBackend:
         for key in keys:
             self._index.forget(key)
         return [Status.OK] * len(keys)
+
+    def gone(self, under_way: Callable[[bytes], bool]) -> Gone:
+        return self._index.gone(under_way)
 
     def usage(self) -> Usage:
         geometry = self._directory.geometry

@@ -299,12 +299,13 @@ class SegmentWriter:
                 continue
             self._catalog.own(segment)
             rescued = self._read_referenced(segment)
-            evicted = self._index.forget_segment(segment)
+            evicted = self._index.forget_segment(segment, {item.key for item in rescued})
             if self._begin(segment):
                 self.counters["evicted_objects"] += evicted - len(rescued)
                 self.counters["segments_recycled"] += 1
                 return segment, rescued
             self.counters["evicted_objects"] += evicted
+            self._index.lose(item.key for item in rescued)
             self._release(segment)
         return None
 
@@ -336,6 +337,7 @@ class SegmentWriter:
             self.counters["rescued_objects"] += len(rescued)
         except OSError as error:
             self._abandon(error)
+            self._index.lose(item.key for item in rescued[at:])
 
     def _remove_unusable(self) -> bool:
         """Nothing else is left: make room by removing a file that cannot be opened or written."""
