@@ -27,6 +27,7 @@ from phloem.stores.adapters.segment.blockio import (
 )
 from phloem.stores.adapters.segment.catalog import Catalog
 from phloem.stores.adapters.segment.directory import DirectoryBusy, SegmentDirectory, try_flock
+from phloem.stores.adapters.segment.dropper import Moves
 from phloem.stores.adapters.segment.format import (
     BLOCK,
     MAX_ENTRIES,
@@ -62,6 +63,7 @@ class SegmentWriter:
         catalog: Catalog,
         index: Index,
         reader: SegmentReader,
+        moves: Moves,
         *,
         sync: bool,
     ) -> None:
@@ -70,6 +72,7 @@ class SegmentWriter:
         self._catalog = catalog
         self._index = index
         self._reader = reader
+        self._moves = moves
         self._sync = sync
         self._lock = threading.Lock()
         self._scratch = Scratch()
@@ -97,7 +100,9 @@ class SegmentWriter:
             todo = items[first:]
             count = self._num_fitting(todo)
             if count == 0:
-                if not self._take_segment():
+                with self._moves.moving():
+                    taken = self._take_segment()
+                if not taken:
                     self.counters["put_refused_" + self._refusal.value] += len(todo)
                     statuses += [self._refusal] * len(todo)
                 continue
