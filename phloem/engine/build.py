@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from phloem.config import Config
-from phloem.config.checkpoint import read_model_config
+from phloem.config.checkpoint import four_bit_blocks, read_model_config
 from phloem.config.units import format_bytes
 from phloem.core.errors import ConfigError
 from phloem.engine.api import ModelCard
@@ -53,14 +53,14 @@ def build_core(config: Config, hooks: BuildHooks, eos_ids: tuple[int, ...]) -> L
         facts=facts,
         eos_ids=every_eos,
         tiers=tiers,
-        model=ModelSlot(partial(_load_weights, loaded)),
+        model=ModelSlot(partial(_load_weights, loaded, options.quantization)),
     )
 
 
-def _load_weights(loaded: LoadedWorker, model: str) -> Callable[[], KeyFacts]:
+def _load_weights(loaded: LoadedWorker, quantization: str, model: str) -> Callable[[], KeyFacts]:
     path = resolve_model(model).path
     swap = loaded.reload(path)
-    facts = key_facts(path, loaded.config, loaded.pool.layout)
+    facts = key_facts(path, loaded.config, loaded.pool.layout, weight_quantisation=quantization)
 
     def put_in_place() -> KeyFacts:
         swap()
@@ -118,6 +118,7 @@ def _worker_options(config: Config, hooks: BuildHooks, path: Path) -> WorkerOpti
         max_prefill_tokens=config.scheduler.max_prefill_tokens,
         threads=config.runtime.threads or usable_cpus(),
         kernels=config.runtime.kernels,
+        quantization=config.model.quantization,
         hooks=Hooks(on_layer=hooks.on_layer),
         host_pages=num_host,
     )
@@ -167,6 +168,8 @@ def _facts(
         prefix_cache=config.cache.prefix_cache,
         schedule_policy=config.scheduler.schedule_policy,
         kernels=loaded.kernels,
+        quantization=options.quantization,
+        four_bit_blocks=four_bit_blocks(Path(path)),
         host_pages=options.host_pages,
         storage=config.tiers.storage,
     )

@@ -88,7 +88,9 @@ def tier_parts(config: Config, loaded: LoadedWorker, path: Path) -> TierParts | 
         transfers=transfers,
         num_host_pages=host.num_pages,
         page_bytes=loaded.page_bytes,
-        key_facts=key_facts(path, loaded.config, host.layout),
+        key_facts=key_facts(
+            path, loaded.config, host.layout, weight_quantisation=config.model.quantization
+        ),
         storage=StoragePort(
             attach=storage.attach,
             detach=partial(storage.detach, LIVE_DETACH_S),

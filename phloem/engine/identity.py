@@ -41,9 +41,12 @@ def _plain(value: Any) -> Any:
 
 
 def key_facts(
-    path: Path, config: ModelConfig, layout: PageLayout, *, weight_quantisation: str = "none"
+    path: Path, config: ModelConfig, layout: PageLayout, *, weight_quantisation: str
 ) -> KeyFacts:
-    """The facts of an engine that serves the checkpoint at `path`. Reads samples of its files."""
+    """The facts of an engine that serves the checkpoint at `path`. Reads samples of its files.
+
+    `weight_quantisation` has no default: another one gives other KV for the same tokens.
+    """
     return KeyFacts(
         weights=weights_identity(weight_files(path)),
         weight_quantisation=weight_quantisation,

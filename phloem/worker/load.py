@@ -16,11 +16,11 @@ from phloem.core.errors import ConfigError
 from phloem.kv.layout import PageLayout, default_head_groups
 from phloem.kv.sizing import num_pages_for, pages_for_tokens
 from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
-from phloem.models import load_weights
+from phloem.models import quantisation_of
 from phloem.pools import DevicePool, HostArena
 from phloem.pools.device import torch_dtype
 from phloem.transfer import TransferEngine, TransferHooks, make_copier
-from phloem.worker.forward import choose_kernels, make_forward
+from phloem.worker.forward import ForwardOptions, choose_kernels, load_forward
 from phloem.worker.memory import activation_bytes
 from phloem.worker.rows import RowTables
 from phloem.worker.runner import Hooks, Runner
@@ -48,6 +48,7 @@ class WorkerOptions:
     max_prefill_tokens: int = 16384
     threads: int | None = None
     kernels: str = "auto"  # see `worker.forward.KERNELS`
+    quantization: str = "none"  # of weights: "none", "int8" or "q4"
     hooks: Hooks = field(default_factory=Hooks)
     inline: bool = False
     host_pages: int = 0  # 0: no host tier
@@ -107,20 +108,14 @@ def load_worker(
             raise ConfigError(f"threads must be at least 1, got {options.threads}")
         torch.set_num_threads(options.threads)
     config = read_model_config(path)
-    kernels = choose_kernels(options.kernels, device, config)
     max_len = _max_model_len(options, config)
+    how = _forward_options(options, config, num_positions=max_len)
     spec = kv_spec(config, dtype=dtype, page_size=options.page_size)
     num_pages = _num_pages(options, spec)
-    weights = load_weights(
-        path, config, dtype=torch_dtype(dtype), device=device, on_progress=on_progress
-    )
     layout = PageLayout(spec, num_pages, default_head_groups(config.num_kv_heads))
     pool = DevicePool(layout, device=device)
     arena, transfers = _host_tier(options, pool)
-    forward = make_forward(
-        kernels, config, weights, pool, num_positions=max_len, threads=options.threads
-    )
-    del weights  # native kernels hold their own
+    forward = load_forward(path, config, pool, how, on_progress)
     runner = Runner(
         forward.model,
         pool,
@@ -146,18 +141,26 @@ def load_worker(
         ),
         host=arena,
         transfers=transfers,
-        reload=partial(_reload, runner, pool, options, config=config, num_positions=max_len),
+        reload=partial(_reload, runner, pool, config, how),
+    )
+
+
+def _forward_options(
+    options: WorkerOptions, config: ModelConfig, *, num_positions: int
+) -> ForwardOptions:
+    device, quantisation = _device(options.device), quantisation_of(options.quantization)
+    return ForwardOptions(
+        kernels=choose_kernels(options.kernels, device, config, quantisation),
+        quantisation=quantisation,
+        dtype=torch_dtype(_dtype(options.dtype)),
+        device=device,
+        threads=options.threads,
+        num_positions=num_positions,
     )
 
 
 def _reload(
-    runner: Runner,
-    pool: DevicePool,
-    options: WorkerOptions,
-    path: Path,
-    *,
-    config: ModelConfig,
-    num_positions: int,
+    runner: Runner, pool: DevicePool, config: ModelConfig, how: ForwardOptions, path: Path
 ) -> Callable[[], None]:
     found = read_model_config(path)
     if found != config:
@@ -165,16 +168,7 @@ def _reload(
             f"{path} is another model ({found.architecture}, {found.num_layers} layers); weights "
             "can be updated only by those of the same architecture and configuration"
         )
-    device = _device(options.device)
-    weights = load_weights(path, config, dtype=torch_dtype(_dtype(options.dtype)), device=device)
-    forward = make_forward(
-        choose_kernels(options.kernels, device, config),
-        config,
-        weights,
-        pool,
-        num_positions=num_positions,
-        threads=options.threads,
-    )
+    forward = load_forward(path, config, pool, how)
 
     def swap() -> None:
         runner.replace(forward.model, forward.attention)

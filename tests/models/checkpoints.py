@@ -54,10 +54,11 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 }
 
 
-def make_model(family: str, seed: int = 7) -> transformers.PreTrainedModel:
+def make_model(family: str, seed: int = 7, **sizes: int) -> transformers.PreTrainedModel:
     """A seeded random model in fp32; biases and norm weights are random too."""
     torch.manual_seed(seed)
     config = FAMILIES[family]()
+    config.update(sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, tensor in model.named_parameters():
