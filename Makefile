@@ -6,6 +6,7 @@
 # make clean     remove the environment and all caches
 #
 #   make serve MODEL=path/to/model ARGS="--port 8001 --dtype fp32"
+#   make test TESTS=tests/cache WORKERS=4
 #
 # Needs Python >= 3.11 with venv; pip obeys its own variables (PIP_INDEX_URL and so on).
 
@@ -14,12 +15,16 @@ BIN   := $(VENV)/bin
 MODEL := smollm2
 ARGS  :=
 TESTS :=
+WORKERS := 2
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	command -v $$p >/dev/null 2>&1 \
 	&& $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
 	&& echo $$p && break; done)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
+
+# A file stays with one worker: fixtures of a module are made once.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: serve install dev test test-all check clean help
 
@@ -32,10 +37,10 @@ install: $(VENV)/.run
 dev: $(VENV)/.dev
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(TESTS)
+	$(PYTEST) $(TESTS)
 
 test-all: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "long or not long" --timeout 1800 $(TESTS)
+	$(PYTEST) -m "long or not long" --timeout 1800 $(TESTS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,10 +1,21 @@
-"""Order of the suite: the rooms that fail fastest come first, the whole house last."""
+"""Order of the suite: the rooms that fail fastest come first, the whole house last.
+
+With workers (`make test` has two) it is the other way round: the longest files come first, so that
+no worker is left alone with one of them at the end; and no process computes with more threads than
+its share of the cores.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if IS_WORKER:  # before anybody imports torch; processes that tests start inherit it
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # A room that is not named here runs after the named ones, before e2e.
 ORDER = (
@@ -41,4 +52,4 @@ def _rank(item: pytest.Item) -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A stable sort: inside a room the order of files and of tests stays."""
-    items.sort(key=_rank)
+    items.sort(key=_rank, reverse=IS_WORKER)

@@ -28,6 +28,8 @@ import torch.nn.functional as F  # noqa: N812
 from phloem.kernels import KVBuffer
 from phloem.kernels.native import NativeBatch, NativeKernels, PackedWeight, kv_layer
 from phloem.kernels.native_abi import WeightFormat
+from phloem.kernels.native_pack import pack, pack_blocks
+from phloem.kernels.quantised import BlockMatrix
 
 __all__ = ["run"]
 
@@ -103,7 +105,7 @@ def _read_bandwidth(rounds: int) -> list[float]:
 
 def _gemms(kernels: NativeKernels, rounds: int, bandwidth: float) -> Results:
     plain = [torch.randn(2 * INNER, HIDDEN).bfloat16() for _ in range(COPIES)]
-    packed = [kernels.pack(w) for w in plain]
+    packed = [pack(w) for w in plain]
     results: Results = []
     for rows in (1, 8, 32, 512):
         few = COPIES if rows <= 32 else 1
@@ -111,16 +113,11 @@ def _gemms(kernels: NativeKernels, rounds: int, bandwidth: float) -> Results:
     weight_bytes = packed[0].num_bytes
     fractions = [weight_bytes / us / 1e3 / bandwidth for us in results[0]["samples"]]
     results.append(_figure("gemm_m1_bandwidth_fraction", fractions, "fraction"))
-    int8 = [kernels.pack(w, format=WeightFormat.INT8) for w in plain]
+    int8 = [pack(w, format=WeightFormat.INT8) for w in plain]
     results += _product("gemm_int8_m1", kernels, int8, plain, 1, rounds)
-    num_bytes = 2 * INNER * HIDDEN // 32 * 18
+    shape = (2 * INNER, HIDDEN // 32 * 18)
     blocks = [
-        kernels.blocks(
-            torch.randint(0, 60, (num_bytes,), dtype=torch.uint8),
-            2 * INNER,
-            HIDDEN,
-            WeightFormat.Q4_0,
-        )
+        pack_blocks(BlockMatrix(torch.randint(0, 60, shape, dtype=torch.uint8), WeightFormat.Q4_0))
         for _ in range(COPIES)
     ]
     return results + _product("gemm_q4_0_m1", kernels, blocks, plain, 1, rounds)

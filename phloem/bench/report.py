@@ -21,6 +21,8 @@ from typing import Any, TextIO
 
 __all__ = [
     "Result",
+    "document_of",
+    "format_value",
     "machine_info",
     "paired_ratio",
     "percentile",
@@ -127,13 +129,20 @@ def print_report(
     """Print the table and then the document; `facts` are further top-level keys of it."""
     results = list(results)
     _print_table(bench, results, stderr or sys.stderr)
-    document = {
+    document = document_of(bench, results, facts)
+    print(json.dumps(document, allow_nan=False), file=stdout or sys.stdout, flush=True)
+
+
+def document_of(
+    bench: str, results: Iterable[Result], facts: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The document as a value; `facts` are further top-level keys of it."""
+    return {
         "bench": bench,
         "machine": machine_info(),
         **(facts or {}),
         "results": [result.as_json() for result in results],
     }
-    print(json.dumps(document, allow_nan=False), file=stdout or sys.stdout, flush=True)
 
 
 def format_value(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""`phloem bench serve | prefix`, and the benches that need no server."""
+"""`phloem bench serve | prefix | compare`, and the benches that need no server."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from phloem.bench.client import Answer, Client
+from phloem.bench.compare import CompareOptions, run_compare, write_report
 from phloem.bench.local_server import local_server
 from phloem.bench.prefix import PrefixOptions, num_steps, run_prefix
 from phloem.bench.report import Result, print_report, results_from
@@ -37,6 +38,7 @@ usage: phloem bench WHAT [flags]
 
   serve    load any OpenAI-compatible server: latency, throughput, hit rate of this run
   prefix   what a cached prefix is worth: second turn against cold, and the throughput baseline
+  compare  Phloem beside vLLM, llama.cpp and transformers on this machine (an hour; --quick: less)
   tree     the prefix tree alone
   sched    a scheduler step alone
   stores   the segment store against raw I/O and one file per page
@@ -50,6 +52,8 @@ examples:
   phloem bench serve --url http://127.0.0.1:9000 --workload multi-turn --rate 2.5
   phloem bench serve --workload trace --trace conversation.jsonl --prompts tokens
   phloem bench prefix --model smollm2 --serve-flags "--dtype bf16"
+  phloem bench compare --quick
+  phloem bench compare --against llama.cpp,http://127.0.0.1:9000
   phloem bench tree --quick | tail -1 | python3 -m json.tool
 """
 
@@ -62,6 +66,7 @@ def run(argv: Sequence[str]) -> int:
     benches: dict[str, Callable[[Sequence[str]], int]] = {
         "serve": _serve,
         "prefix": _prefix,
+        "compare": _compare,
         **{name: functools.partial(_micro, name) for name in MICRO},
     }
     if argv[0] not in benches:
@@ -79,6 +84,28 @@ def _micro(name: str, argv: Sequence[str]) -> int:
     document: dict[str, Any] = module.run(quick=args.quick)
     print_report(document["bench"], results_from(document))
     return 0
+
+
+def _compare(argv: Sequence[str]) -> int:
+    parser = FlagParser(
+        prog="phloem bench compare",
+        usage="phloem bench compare [--against PEERS] [--quick] [flags]",
+        description="Measure Phloem and other engines in turn. Peers are installed once, each into "
+        "an environment of its own.",
+    )
+    add_settings(parser, CompareOptions, title="comparison")
+    options = build_settings(CompareOptions, given_settings(parser.parse_args(argv)))
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    results, facts = asyncio.run(run_compare(options, say))
+    print_report("compare", results, facts=facts)
+    if options.save is not None:
+        write_report(
+            options.save, results, facts, command=" ".join(["phloem bench compare", *argv])
+        )
+    return 0 if facts["peers"] else 1
 
 
 def _serve(argv: Sequence[str]) -> int:

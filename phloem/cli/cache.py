@@ -1,4 +1,4 @@
-"""`phloem cache stats | ls | verify | clear | warm`: of a server, or of a storage directory."""
+"""`phloem cache stats | ls | decisions | verify | clear | warm`: a server, or a directory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ _TIMEOUT_S = 600.0  # clearing a large directory takes a while
 _EPILOG = """\
 With DIR a storage directory is looked at, beside running servers or without any; else the server
 at --url. `verify DIR` reads every object and compares checksums; `verify` alone checks the
-invariants of a server's tree and pools. `clear` forgets what no running request holds;
+invariants of a server's tree and pools. `decisions` says of a server's newest requests (or of
+one, with --request-id) where their pages came from and what loading and computing were expected to
+take. `clear` forgets what no running request holds;
 with --storage the server's storage directory as well; `clear DIR` empties a directory that no
 process uses. `warm FILE` computes prompts once, so that later ones find them: one JSON object a
 line with "prompt", "tokens" or "messages" (.jsonl), or a text file that is one prompt.
@@ -34,6 +36,7 @@ line with "prompt", "tokens" or "messages" (.jsonl), or a text file that is one 
 examples:
   phloem cache stats
   phloem cache ls --limit 5
+  phloem cache decisions --request-id chatcmpl-5f0c
   phloem cache verify ~/kept
   phloem cache warm prompts.jsonl
   phloem cache warm prompts.jsonl --storage ~/kept --model smollm2      without a server
@@ -44,16 +47,19 @@ def make_parser() -> FlagParser:
     """The command line."""
     parser = FlagParser(
         prog="phloem cache",
-        usage="phloem cache {stats,ls,verify,clear} [DIR] [flags] | warm FILE [flags]",
+        usage="phloem cache {stats,ls,verify,clear} [DIR] [flags] | decisions | warm FILE [flags]",
         description="Look at, check, empty and fill caches.",
         epilog=_EPILOG,
     )
-    parser.add_argument("action", choices=("stats", "ls", "verify", "clear", "warm"))
+    parser.add_argument("action", choices=("stats", "ls", "decisions", "verify", "clear", "warm"))
     parser.add_argument("path", nargs="?", metavar="DIR|FILE", help="storage directory, or prompts")
     parser.add_argument("--url", default=None, help=f"running server (default: {DEFAULT_URL})")
     parser.add_argument("--api-key", default=None, help="bearer token to send")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--limit", type=int, default=20, help="lines of `ls` (default: 20)")
+    parser.add_argument(
+        "--limit", type=int, default=20, help="lines of `ls` and `decisions` (default: 20)"
+    )
+    parser.add_argument("--request-id", default=None, help="decisions: of this request alone")
     parser.add_argument(
         "--storage",
         nargs="?",
@@ -78,6 +84,8 @@ def run(argv: Sequence[str]) -> int:
         return _warm(args)
     if args.path is None:
         return _on_server(args)
+    if args.action == "decisions":
+        raise ConfigError("`decisions` asks a server: give --url, not a directory")
     if args.url is not None:
         raise ConfigError("give a directory, or --url of a server, not both")
     return _on_directory(args)
@@ -90,6 +98,7 @@ def _on_server(args: argparse.Namespace) -> int:
     calls: dict[str, Callable[[], tuple[str, str, dict[str, Any]]]] = {
         "stats": lambda: ("GET", "/cache/stats", {}),
         "ls": lambda: ("GET", "/cache/ls", {"params": {"limit": args.limit}}),
+        "decisions": lambda: ("GET", "/cache/decisions", {"params": _decisions_query(args)}),
         "verify": lambda: ("POST", "/cache/verify", {}),
         "clear": lambda: ("POST", "/cache/clear", {"json": {"storage": bool(args.storage)}}),
     }
@@ -157,6 +166,34 @@ def _print_list(answer: dict[str, Any]) -> None:
     print(f"{len(answer['prefixes'])} of {answer['of']} prefixes", file=sys.stderr)
 
 
+def _decisions_query(args: argparse.Namespace) -> dict[str, Any]:
+    query: dict[str, Any] = {"limit": args.limit}
+    if args.request_id is not None:
+        query["request_id"] = args.request_id
+    return query
+
+
+def _print_decisions(answer: dict[str, Any]) -> None:
+    for each in answer["decisions"]:
+        pages = ", ".join(f"{count:,} {where}" for where, count in each["pages"].items() if count)
+        print(f"{each['request_id']}  {each['prompt_tokens']:,} tokens; pages: {pages}")
+        if each["choice"] != "none":
+            expected = each["expected_s"]
+            print(
+                f"    {each['choice']}: {each['load_pages']:,} pages loaded, {each['reason']} "
+                f"(all {expected['load_all']:.4f} s, none {expected['compute_all']:.4f} s, "
+                f"chosen {expected['chosen']:.4f} s)"
+            )
+        way = each["storage"]
+        if way is not None:
+            print(
+                f"    storage: {way['found_pages']:,} of {way['asked_pages']:,} found, "
+                f"{way['read_pages']:,} read in {way['waited_s']:.3f} s: {way['reason']}"
+            )
+    if not answer["decisions"]:
+        print("nothing is remembered", file=sys.stderr)
+
+
 def _print_verified(answer: dict[str, Any]) -> None:
     print("every invariant holds" if answer["ok"] else f"BROKEN: {answer['error']}")
 
@@ -169,6 +206,7 @@ def _print_cleared(answer: dict[str, Any]) -> None:
 _PRINTERS: dict[str, Callable[[dict[str, Any]], None]] = {
     "stats": _print_stats,
     "ls": _print_list,
+    "decisions": _print_decisions,
     "verify": _print_verified,
     "clear": _print_cleared,
 }

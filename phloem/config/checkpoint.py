@@ -5,12 +5,12 @@ from __future__ import annotations
 import enum
 from pathlib import Path
 
-from phloem.config.gguf import model_config_from_gguf, read_gguf
+from phloem.config.gguf import four_bit_type, model_config_from_gguf, read_gguf
 from phloem.config.hf import read_hf_config
 from phloem.config.model import ModelConfig
 from phloem.core.errors import ConfigError
 
-__all__ = ["CheckpointKind", "checkpoint_kind", "read_model_config"]
+__all__ = ["CheckpointKind", "checkpoint_kind", "four_bit_blocks", "read_model_config"]
 
 
 class CheckpointKind(enum.Enum):
@@ -36,3 +36,10 @@ def read_model_config(path: Path) -> ModelConfig:
     if checkpoint_kind(path) is CheckpointKind.HF:
         return read_hf_config(path)
     return model_config_from_gguf(read_gguf(path))
+
+
+def four_bit_blocks(path: Path) -> str | None:
+    """The type of the checkpoint's 4-bit blocks that `--quantization q4` takes, if it has some."""
+    if checkpoint_kind(path) is CheckpointKind.HF:
+        return None
+    return four_bit_type(read_gguf(path))

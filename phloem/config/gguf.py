@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 from phloem.config.model import LayerSpec, ModelConfig, RopeConfig, RopeKind
 from phloem.core.errors import ConfigError
 
-__all__ = ["GGUFFile", "GGUFTensor", "model_config_from_gguf", "read_gguf"]
+__all__ = ["GGUFFile", "GGUFTensor", "four_bit_type", "model_config_from_gguf", "read_gguf"]
 
 _MAGIC = 0x46554747
 _SCALARS = {
@@ -41,6 +42,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True},
 }
 _F32_TYPE = 0
+_FOUR_BIT_TYPES = {2: "Q4_0", 3: "Q4_1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +185,12 @@ def model_config_from_gguf(file: GGUFFile) -> ModelConfig:
         name=str(meta.get("general.name", file.path.stem)),
         **_FAMILIES[family],
     )
+
+
+def four_bit_type(file: GGUFFile) -> str | None:
+    """The name of the file's 4-bit blocks that kernels read as they are; the commoner of two."""
+    found = Counter(t.type_id for t in file.tensors.values() if t.type_id in _FOUR_BIT_TYPES)
+    return _FOUR_BIT_TYPES[found.most_common(1)[0][0]] if found else None
 
 
 def _need(file: GGUFFile, key: str, *, kind: type = int, default: int | None = None) -> Any:

@@ -37,6 +37,10 @@ class ModelOptions:
         "type of weights, activations and KV; auto takes the checkpoint's",
         spellings={"float32": "fp32", "float": "fp32", "bfloat16": "bf16"},
     )
+    quantization: Literal["none", "int8", "q4"] = setting(
+        "none",
+        "weights in memory: none: --dtype; int8: 8 bits; q4: a GGUF file's Q4 blocks as they are",
+    )
     device: Literal["cpu", "cuda"] = setting("cpu", "where the model runs")
     served_model_name: str | None = setting(
         None, "name that requests use; default: the last part of MODEL"

@@ -11,6 +11,11 @@ appears in `Polled.released`.
 
 Any status but OK is a miss: the caller recomputes. A put that was not answered OK is not served.
 A get that was not answered OK may have left anything in its span.
+
+A store that `caps.tells_gone` also says in `Polled.gone` which objects it has lost since: evicted,
+damaged, removed by another process. Whoever remembers what is stored takes `done` first, then
+`gone`; then what it remembers is as true as of this poll. The others never say; what they lost
+shows when it is asked for.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ __all__ = [
     "Arena",
     "Caps",
     "Done",
+    "Gone",
     "Op",
     "PageStore",
     "Polled",
@@ -122,11 +128,23 @@ class Done:
         return len(self.statuses)
 
 
+class Gone(NamedTuple):
+    """Objects that went without a DROP. Never names a key that is there, or is under way.
+
+    `overflowed`: more went than the store could remember to tell, so any key may be gone; what
+    went afterwards is in `keys` again.
+    """
+
+    keys: tuple[bytes, ...] = ()
+    overflowed: bool = False
+
+
 class Polled(NamedTuple):
-    """What happened since the last poll, each thing told once."""
+    """What happened since the last poll, each thing told once; `gone` is later than `done`."""
 
     done: tuple[Done, ...] = ()
     released: tuple[Ticket, ...] = ()
+    gone: Gone = Gone()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +155,7 @@ class Caps:
     max_object_bytes: int
     persistent: bool = False  # objects survive this process
     verifies: bool = False  # checks content itself, end to end
+    tells_gone: bool = False  # `Polled.gone` names what was evicted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,11 +205,11 @@ class PageStore(Protocol):
         ...
 
     def poll(self) -> Polled:
-        """Answers and releases since the last call; returns at once."""
+        """Answers, releases and losses since the last call; returns at once."""
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until `poll` would bring something, at most `timeout_s` real seconds."""
+        """Sleep until `poll` would bring answers or releases, at most `timeout_s` real seconds."""
         ...
 
     def stats(self) -> StoreStats: ...

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from phloem.config import Config
-from phloem.config.checkpoint import read_model_config
+from phloem.config.checkpoint import four_bit_blocks, read_model_config
 from phloem.core.errors import ConfigError
 from phloem.engine.api import ModelCard
 from phloem.engine.build_pools import Pools, plan_pools
@@ -51,14 +51,14 @@ def build_core(config: Config, hooks: BuildHooks, eos_ids: tuple[int, ...]) -> L
         facts=facts,
         eos_ids=every_eos,
         tiers=tiers,
-        model=ModelSlot(partial(_load_weights, loaded)),
+        model=ModelSlot(partial(_load_weights, loaded, options.quantization)),
     )
 
 
-def _load_weights(loaded: LoadedWorker, model: str) -> Callable[[], KeyFacts]:
+def _load_weights(loaded: LoadedWorker, quantization: str, model: str) -> Callable[[], KeyFacts]:
     path = resolve_model(model).path
     swap = loaded.reload(path)
-    facts = loaded_key_facts(path, loaded)
+    facts = loaded_key_facts(path, loaded, weight_quantisation=quantization)
 
     def put_in_place() -> KeyFacts:
         swap()
@@ -86,6 +86,7 @@ def _worker_options(config: Config, hooks: BuildHooks, dtype: str, pools: Pools)
         max_prefill_tokens=config.scheduler.max_prefill_tokens,
         threads=config.runtime.threads or usable_cpus(),
         kernels=config.runtime.kernels,
+        quantization=config.model.quantization,
         hooks=Hooks(on_layer=hooks.on_layer),
         host_pages=pools.host[0],
         window_host_pages=pools.host[1] if windows else None,
@@ -136,6 +137,8 @@ def _facts(
         prefix_cache=config.cache.prefix_cache,
         schedule_policy=config.scheduler.schedule_policy,
         kernels=loaded.kernels,
+        quantization=options.quantization,
+        four_bit_blocks=four_bit_blocks(Path(path)),
         host_pages=options.host_pages,
         storage=config.tiers.storage,
     )

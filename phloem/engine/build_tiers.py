@@ -60,11 +60,17 @@ def host_pages(
     return pool_pages(specs, asked, replace(demand, max_running=0, max_prefill_tokens=0))
 
 
-def loaded_key_facts(path: Path, loaded: LoadedWorker) -> KeyFacts:
+def loaded_key_facts(path: Path, loaded: LoadedWorker, *, weight_quantisation: str) -> KeyFacts:
     """What tells the pages of the checkpoint at `path` apart, laid out as the worker's."""
     layouts = [pool.layout for pool in loaded.pools]
     window = layouts[1] if len(layouts) > 1 else None
-    return key_facts(path, loaded.config, layouts[0], window=window)
+    return key_facts(
+        path,
+        loaded.config,
+        layouts[0],
+        window=window,
+        weight_quantisation=weight_quantisation,
+    )
 
 
 def open_storage(directory: str, size_bytes: int) -> PageStore:
@@ -111,7 +117,7 @@ def tier_parts(config: Config, loaded: LoadedWorker, path: Path) -> TierParts | 
         num_host_window_pages=0 if window is None else window.num_pages,
         page_bytes=loaded.page_bytes,
         window_page_bytes=0 if window is None else window.layout.spec.page_bytes,
-        key_facts=loaded_key_facts(path, loaded),
+        key_facts=loaded_key_facts(path, loaded, weight_quantisation=config.model.quantization),
         storage=StoragePort(
             attach=storage.attach,
             detach=partial(storage.detach, LIVE_DETACH_S),

@@ -14,6 +14,7 @@ __all__ = [
     "CommandReply",
     "DetachStorage",
     "ListCache",
+    "ListDecisions",
     "Reply",
     "UpdateWeights",
     "VerifyCache",
@@ -46,6 +47,13 @@ class ListCache(msgspec.Struct, tag=True, frozen=True):
     limit: int
 
 
+class ListDecisions(msgspec.Struct, tag=True, frozen=True):
+    """What was decided about the newest requests' cached pages; of one request, if it is named."""
+
+    limit: int
+    request_id: str | None = None
+
+
 class VerifyCache(msgspec.Struct, tag=True, frozen=True):
     """Check the cache's invariants."""
 
@@ -57,7 +65,13 @@ class ClearCache(msgspec.Struct, tag=True, frozen=True):
 
 
 Command: TypeAlias = (
-    AttachStorage | DetachStorage | UpdateWeights | ListCache | VerifyCache | ClearCache
+    AttachStorage
+    | DetachStorage
+    | UpdateWeights
+    | ListCache
+    | ListDecisions
+    | VerifyCache
+    | ClearCache
 )
 
 

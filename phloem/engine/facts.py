@@ -34,6 +34,8 @@ class EngineFacts:
     prefix_cache: bool
     schedule_policy: str
     kernels: str = "torch"
+    quantization: str = "none"
+    four_bit_blocks: str | None = None  # the 4-bit type of the file's blocks, if it has one
     host_pages: int = 0
     storage: str | None = None  # the directory it started with
     window: WindowFacts | None = None  # None: no layer has one
@@ -62,7 +64,7 @@ def startup_rows(facts: EngineFacts) -> list[tuple[str, str]]:
         ("KV memory", format_bytes(facts.kv_bytes)),
         ("host tier", _host_tier(facts)),
         ("storage", facts.storage or "off"),
-        ("weights", format_bytes(facts.weight_bytes)),
+        ("weights", _weights(facts)),
         ("step memory", f"at most {format_bytes(facts.activation_bytes)}"),
         ("prefix cache", "on" if facts.prefix_cache else "off"),
         ("schedule policy", facts.schedule_policy),
@@ -92,6 +94,15 @@ def _window_rows(window: WindowFacts) -> list[tuple[str, str]]:
         ("window", f"{window.tokens:,} tokens in {window.layers} layers; kept: {kept}"),
         ("window pages", f"{window.num_pages:,} ({format_bytes(window.page_bytes)} each)"),
     ]
+
+
+def _weights(facts: EngineFacts) -> str:
+    text = f"{format_bytes(facts.weight_bytes)}, quantization {facts.quantization}"
+    can = facts.kernels == "native" and facts.quantization != "q4"
+    if can and facts.four_bit_blocks is not None:
+        text += f"; --quantization q4 would use the file's {facts.four_bit_blocks} blocks as they "
+        text += "are: less memory, faster decode, the same weights"
+    return text
 
 
 def _host_tier(facts: EngineFacts) -> str:

@@ -46,11 +46,12 @@ def key_facts(
     layout: PageLayout,
     *,
     window: PageLayout | None = None,
-    weight_quantisation: str = "none",
+    weight_quantisation: str,
 ) -> KeyFacts:
     """The facts of an engine that serves the checkpoint at `path`. Reads samples of its files.
 
     `window`: the layout of the window component's pages, where some layers have a window.
+    `weight_quantisation` has no default: another one gives other KV for the same tokens.
     """
     return KeyFacts(
         weights=weights_identity(weight_files(path)),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from phloem.cache import PrefixCache, check_invariants
 from phloem.cache.node import Node
 from phloem.core.tokens import tokens_from_bytes
+from phloem.tiers import Decision, Decisions
 
-__all__ = ["list_cache", "verify_cache"]
+__all__ = ["list_cache", "list_decisions", "verify_cache"]
 
 HEAD_TOKENS = 32
 
@@ -58,6 +59,34 @@ def _row(child: Node, total: _Sum) -> dict[str, Any]:
         "locked_pages": total.locked,
         "nodes": total.nodes,
         "hits": child.hits,
+    }
+
+
+def list_decisions(decisions: Decisions, limit: int, request_id: str | None) -> dict[str, Any]:
+    """The newest decisions, and what was expected of the ways that were open."""
+    return {"decisions": [_decision(each) for each in decisions.newest(limit, request_id)]}
+
+
+def _decision(decision: Decision) -> dict[str, Any]:
+    return {
+        "request_id": decision.request_id,
+        "prompt_tokens": decision.prompt_tokens,
+        "pages": {
+            "device": decision.device_pages,
+            "host": decision.host_pages - decision.storage_pages,
+            "storage": decision.storage_pages,
+            "new": decision.new_pages,
+        },
+        "choice": decision.choice.value,
+        "load_pages": decision.load_pages,
+        "reason": decision.reason,
+        "expected_s": {
+            "chosen": decision.chosen_s,
+            "load_all": decision.load_all_s,
+            "compute_all": decision.compute_all_s,
+        },
+        "measured": decision.measured,
+        "storage": None if decision.storage is None else asdict(decision.storage),
     }
 
 

@@ -21,11 +21,12 @@ from phloem.engine.commands import (
     CommandReply,
     DetachStorage,
     ListCache,
+    ListDecisions,
     Reply,
     UpdateWeights,
     VerifyCache,
 )
-from phloem.engine.inspection import list_cache, verify_cache
+from phloem.engine.inspection import list_cache, list_decisions, verify_cache
 from phloem.engine.tier_parts import ModelSlot, TierParts
 from phloem.kv.keys import KeyFacts
 from phloem.loop import EngineLoop
@@ -82,6 +83,8 @@ class Operator:
         match command:
             case ListCache():
                 return CommandReply(result=list_cache(cache, command.limit))
+            case ListDecisions():
+                return CommandReply(result=self._decisions(command))
             case VerifyCache():
                 return CommandReply(result=verify_cache(cache))
             case DetachStorage():
@@ -173,6 +176,15 @@ class Operator:
 
         self._jobs.append(_Job(reply, prepare, finish))
         return None
+
+    def _decisions(self, command: ListDecisions) -> dict[str, Any]:
+        tiers = self._loop.scheduler.tiers
+        if tiers is None:
+            raise ConfigError(
+                "this engine caches on the device alone, where there is nothing to decide: start "
+                "it with --host-memory"
+            )
+        return list_decisions(tiers.decisions, command.limit, command.request_id)
 
     def _need_tiers(self) -> TierParts:
         if self._tiers is None:

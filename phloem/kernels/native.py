@@ -1,4 +1,4 @@
-"""Native CPU kernels on tensors: packed weights, paged attention, one call per decoder layer.
+"""Native CPU kernels on tensors: products, paged attention, one call per decoder layer.
 
 Results equal `ReferenceOps` within the rounding of the output's dtype. A row's result never
 depends on the rows beside it, to the last bit. Not thread-safe: one call at a time per object.
@@ -15,12 +15,11 @@ from torch import Tensor
 
 from phloem.core.errors import ConfigError
 from phloem.kernels import native_abi as abi
-from phloem.kernels.native_abi import CpuIsa, WeightFormat, native_available, usable_cpus
+from phloem.kernels.native_abi import CpuIsa, native_available, usable_cpus
 from phloem.kernels.native_types import (
     NativeBatch,
     PackedWeight,
     address,
-    aligned_bytes,
     dtype_number,
     kv_layer,
     rows_of,
@@ -51,7 +50,7 @@ class NativeKernels:
             number, usable_cpus() if threads is None else threads
         )
         if not self._ctx:
-            raise ConfigError(f"{abi.ISA_ENV}={wanted.value}: {self._error()}")
+            raise ConfigError(f"{abi.ISA_ENV}={wanted.value}: {abi.last_error()}")
 
     def close(self) -> None:
         """End the threads and free the workspace."""
@@ -80,66 +79,6 @@ class NativeKernels:
     def workspace_grows(self) -> int:
         """How often the workspace grew: constant in steady state."""
         return int(self._lib.phloem_ctx_workspace_grows(self._ctx))
-
-    # ---- weights ----
-
-    def pack(
-        self, weight: Tensor, bias: Tensor | None = None, *, format: WeightFormat | None = None
-    ) -> PackedWeight:
-        """Pack weight (n, k); by default in its own dtype. INT8: one scale per output column."""
-        weight = rows_of(weight, "weight")
-        n, k = weight.shape
-        kind = WeightFormat(dtype_number(weight)) if format is None else format
-        data, scales = self._packed_storage(kind, n, k)
-        self._check(
-            self._lib.phloem_pack_weight(
-                int(kind),
-                address(weight),
-                dtype_number(weight),
-                n,
-                k,
-                weight.stride(0),
-                address(data),
-                address(scales),
-            )
-        )
-        return PackedWeight(data, n, k, kind, scales, _fp32(bias))
-
-    def pack_gate_up(
-        self, gate: Tensor, up: Tensor, *, format: WeightFormat | None = None
-    ) -> PackedWeight:
-        """Pack gate and up (n, k) each, n a multiple of 16, for `linear` with silu(gate) * up."""
-        gate, up = rows_of(gate, "gate"), rows_of(up, "up")
-        if gate.shape != up.shape or gate.dtype != up.dtype or gate.stride() != up.stride():
-            raise ValueError("gate and up must be alike")
-        n, k = gate.shape
-        kind = WeightFormat(dtype_number(gate)) if format is None else format
-        data, scales = self._packed_storage(kind, 2 * n, k)
-        self._check(
-            self._lib.phloem_pack_gate_up(
-                int(kind),
-                address(gate),
-                address(up),
-                dtype_number(gate),
-                n,
-                k,
-                gate.stride(0),
-                address(data),
-                address(scales),
-            )
-        )
-        return PackedWeight(data, 2 * n, k, kind, scales, gate_up=True)
-
-    def blocks(
-        self, raw: Tensor, n: int, k: int, format: WeightFormat, bias: Tensor | None = None
-    ) -> PackedWeight:
-        """A weight (n, k) whose GGUF blocks `raw` (uint8) are used in place."""
-        want = self._lib.phloem_packed_bytes(int(format), n, k)
-        if format < WeightFormat.Q4_0 or k % 32 or raw.numel() != want:
-            raise ValueError(f"{raw.numel()} bytes are no {format.name} weight of shape ({n}, {k})")
-        return PackedWeight(raw.contiguous(), n, k, format, None, _fp32(bias))
-
-    # ---- operations ----
 
     def linear(
         self,
@@ -172,7 +111,7 @@ class NativeKernels:
             residual_dtype=0 if residual is None else dtype_number(residual),
             silu_mul=int(weight.gate_up),
         )
-        self._check(self._lib.phloem_gemm(self._ctx, c.byref(args)))
+        abi.check(self._lib.phloem_gemm(self._ctx, c.byref(args)))
         return result
 
     def rms_norm(
@@ -183,7 +122,7 @@ class NativeKernels:
         if residual is not None and (residual.shape != x.shape or not residual.is_contiguous()):
             raise ValueError("residual must be contiguous and of x's shape")
         out, d = torch.empty_like(x), x.shape[-1]
-        self._check(
+        abi.check(
             self._lib.phloem_rmsnorm(
                 self._ctx,
                 address(x),
@@ -203,7 +142,7 @@ class NativeKernels:
         m, d = gate_up.shape[0], gate_up.shape[1] // 2
         rows = rows_of(gate_up, "gate_up")
         out = rows.new_empty((m, d))
-        self._check(
+        abi.check(
             self._lib.phloem_silu_mul(
                 self._ctx,
                 address(rows),
@@ -221,7 +160,7 @@ class NativeKernels:
         """Rows `ids` (m,) of table (vocab, d). Raises ValueError for an id outside the table."""
         ids32, table = ids.to(torch.int32).contiguous(), table.contiguous()
         out = torch.empty((len(ids), table.shape[1]), dtype=dtype or table.dtype)
-        self._check(
+        abi.check(
             self._lib.phloem_embedding(
                 self._ctx,
                 address(ids32),
@@ -262,7 +201,7 @@ class NativeKernels:
             args.max_position, args.rotary_dim = angles[0].shape[0], 2 * angles[0].shape[1]
         if norms is not None:
             args.q_norm, args.k_norm = (address(t) for t in norms)
-        self._check(
+        abi.check(
             self._lib.phloem_rope_kv_write(
                 self._ctx, c.byref(args), c.byref(kv), c.byref(batch.struct)
             )
@@ -298,20 +237,20 @@ class NativeKernels:
             window=window,
             scale=q.shape[2] ** -0.5,
         )
-        self._check(
+        abi.check(
             self._lib.phloem_attention(self._ctx, c.byref(args), c.byref(kv), c.byref(batch.struct))
         )
         return out
 
     def check_batch(self, kv: abi.KvLayer, batch: NativeBatch, num_positions: int) -> None:
         """Raise ValueError if the batch reaches outside the pool: once per step."""
-        self._check(self._lib.phloem_check_batch(c.byref(kv), c.byref(batch.struct), num_positions))
+        abi.check(self._lib.phloem_check_batch(c.byref(kv), c.byref(batch.struct), num_positions))
 
     def layer_forward(
         self, layer: abi.Layer, kv: abi.KvLayer, batch: NativeBatch, hidden: Tensor
     ) -> None:
         """One decoder layer over `hidden` (N, hidden), contiguous, in place."""
-        self._check(
+        abi.check(
             self._lib.phloem_layer_forward(
                 self._ctx,
                 c.byref(layer),
@@ -325,7 +264,7 @@ class NativeKernels:
     def argmax(self, logits: Tensor) -> Tensor:
         """First index of each row's greatest (m, n) -> (m,) int64; -1 for a row with a NaN."""
         rows, out = rows_of(logits, "logits"), torch.empty(logits.shape[0], dtype=torch.int64)
-        self._check(
+        abi.check(
             self._lib.phloem_argmax(
                 self._ctx,
                 address(rows),
@@ -341,7 +280,7 @@ class NativeKernels:
     def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor, float]:
         """The k greatest of logits (n,), descending, lower index first; and the log-sum-exp."""
         values, indices, lse = torch.empty(k), torch.empty(k, dtype=torch.int64), c.c_float()
-        self._check(
+        abi.check(
             self._lib.phloem_top_k(
                 self._ctx,
                 address(rows_of(logits, "logits")),
@@ -367,7 +306,7 @@ class NativeKernels:
         outof = np.ascontiguousarray(source_slots, dtype=np.int64)
         if into.shape != outof.shape or target[0].nbytes != source[0].nbytes:
             raise ValueError("copy_pages needs as many targets as sources, and equal pages")
-        self._check(
+        abi.check(
             self._lib.phloem_copy_pages(
                 self._ctx,
                 address(target),
@@ -378,22 +317,3 @@ class NativeKernels:
                 target[0].nbytes,
             )
         )
-
-    def _packed_storage(self, kind: WeightFormat, n: int, k: int) -> tuple[Tensor, Tensor | None]:
-        data = aligned_bytes(self._check(self._lib.phloem_packed_bytes(int(kind), n, k)))
-        return data, torch.empty(n) if kind is WeightFormat.INT8 else None
-
-    def _check(self, code: int) -> int:
-        if code >= 0:
-            return code
-        if code == -1:
-            raise ValueError(self._error())
-        raise MemoryError(self._error())
-
-    def _error(self) -> str:
-        text: bytes = self._lib.phloem_last_error()
-        return text.decode()
-
-
-def _fp32(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.float().contiguous()

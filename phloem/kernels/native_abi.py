@@ -15,6 +15,7 @@ from phloem.core.errors import ConfigError
 
 __all__ = [
     "ABI_VERSION",
+    "PANEL",
     "AttentionArgs",
     "Batch",
     "CpuIsa",
@@ -25,7 +26,9 @@ __all__ = [
     "RopeArgs",
     "Weight",
     "WeightFormat",
+    "check",
     "chosen_isa",
+    "last_error",
     "library",
     "library_path",
     "native_available",
@@ -33,6 +36,7 @@ __all__ = [
 ]
 
 ABI_VERSION = 1
+PANEL = 16  # output columns that are packed together
 ISA_ENV = "PHLOEM_CPU_ISA"
 LIBRARY_ENV = "PHLOEM_CPU_LIBRARY"
 _PTR, _I32, _I64, _F32 = c.c_void_p, c.c_int32, c.c_int64, c.c_float
@@ -250,6 +254,21 @@ def library() -> c.CDLL:
     if lib.phloem_abi_version() != ABI_VERSION:
         raise ConfigError(f"{path} has ABI {lib.phloem_abi_version()}, wanted {ABI_VERSION}")
     return lib
+
+
+def check(code: int) -> int:
+    """`code` unless it is an error. Raises ValueError for arguments, MemoryError for memory."""
+    if code >= 0:
+        return code
+    if code == -1:
+        raise ValueError(last_error())
+    raise MemoryError(last_error())
+
+
+def last_error() -> str:
+    """What went wrong in the last call of this thread."""
+    text: bytes = library().phloem_last_error()
+    return text.decode()
 
 
 def chosen_isa() -> CpuIsa:

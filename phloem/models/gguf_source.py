@@ -1,4 +1,4 @@
-"""Weights from a GGUF file, dequantised."""
+"""Weights from a GGUF file: dequantised, or their blocks as they are."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import mmap
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from phloem.config.gguf import GGUFTensor, read_gguf
 from phloem.core.errors import ConfigError
+from phloem.kernels.native_abi import WeightFormat
+from phloem.kernels.quantised import BlockMatrix
 
 __all__ = ["GGUFSource"]
 
@@ -22,12 +25,17 @@ _PLAIN = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
+_BLOCKS = {
+    GGMLQuantizationType.Q4_0: WeightFormat.Q4_0,
+    GGMLQuantizationType.Q4_1: WeightFormat.Q4_1,
+    GGMLQuantizationType.Q8_0: WeightFormat.Q8_0,
+}
 # Dequantised at once: bounds the temporaries of one tensor.
 _BLOCK_BYTES = 16 << 20
 
 
 class GGUFSource:
-    """Reads by memory map. Plain types are views of the file; quantised ones become fp32."""
+    """Reads by memory map."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -50,29 +58,44 @@ class GGUFSource:
             )
         return math.prod(info.shape) // per_block * block_bytes
 
-    def read(self, name: str) -> Tensor:
+    def is_quantised(self, name: str) -> bool:
+        return self._kind(self._info(name)) not in _PLAIN
+
+    def block_format(self, name: str) -> WeightFormat | None:
+        return _BLOCKS.get(self._kind(self._info(name)))
+
+    def copy_to(self, name: str, out: Tensor) -> None:
         info = self._info(name)
         kind = self._kind(info)
-        size = self.num_bytes(name)
-        if info.offset + size > len(self._map):
-            raise ConfigError(f"{self._path} is cut short: {name} is incomplete")
-        raw = np.frombuffer(self._map, dtype=np.uint8, count=size, offset=info.offset)
+        raw = self._raw(name, info)
         if kind in _PLAIN:
-            return torch.from_numpy(raw).view(_PLAIN[kind]).view(info.shape)
+            out.copy_(torch.from_numpy(raw).view(_PLAIN[kind]).view(info.shape))
+            return
         rows = raw.reshape(math.prod(info.shape[:-1]), -1)
-        out = torch.empty((rows.shape[0], info.shape[-1]), dtype=torch.float32)
+        target = out.view(rows.shape[0], info.shape[-1])
         step = max(1, _BLOCK_BYTES // max(1, rows.shape[1]))
         try:
             for low in range(0, rows.shape[0], step):
                 part = dequantize(rows[low : low + step], kind)
-                out[low : low + step] = torch.from_numpy(np.ascontiguousarray(part))
+                target[low : low + step] = torch.from_numpy(np.ascontiguousarray(part))
         except NotImplementedError:
             raise ConfigError(f"{self._path}: {name} has type {kind.name}, not supported") from None
-        return out.view(info.shape)
+
+    def blocks(self, name: str) -> BlockMatrix:
+        info = self._info(name)
+        raw = self._raw(name, info).reshape(info.shape[0], -1)
+        return BlockMatrix(torch.from_numpy(raw.copy()), _BLOCKS[self._kind(info)])
+
+    def _raw(self, name: str, info: GGUFTensor) -> npt.NDArray[np.uint8]:
+        size = self.num_bytes(name)
+        if info.offset + size > len(self._map):
+            raise ConfigError(f"{self._path} is cut short: {name} is incomplete")
+        return np.frombuffer(self._map, dtype=np.uint8, count=size, offset=info.offset)
 
     def close(self) -> None:
-        """The map goes with the last tensor that views it."""
+        """Nothing that was read views the file."""
         self._tensors = {}
+        self._map.close()
 
     def _info(self, name: str) -> GGUFTensor:
         if name not in self._tensors:

@@ -1,4 +1,4 @@
-"""The decoder on native CPU kernels: one call per layer, weights packed once.
+"""The decoder on native CPU kernels: one call per layer, over packed weights.
 
 The same interface as `Decoder`; attention must be `NativeAttention` (its plan is what layers read).
 Between the steps of a layer activations are fp32; the residual keeps the model's dtype.
@@ -6,7 +6,6 @@ Between the steps of a layer activations are fp32; the residual keeps the model'
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,33 +13,29 @@ from torch import Tensor
 
 from phloem.config.model import ModelConfig
 from phloem.kernels import KVBuffer
-from phloem.kernels.native import NativeBatch, NativeKernels, PackedWeight, kv_layer
-from phloem.kernels.native_abi import Layer, WeightFormat
-from phloem.layers import DecoderWeights, LayerWeights, RopeTable
+from phloem.kernels.native import NativeBatch, NativeKernels, kv_layer
+from phloem.kernels.native_abi import Layer
+from phloem.kernels.native_types import address
+from phloem.layers import RopeTable
+from phloem.models.packing import PackedDecoder, PackedLayer
 
 __all__ = ["NativeDecoder"]
 
 
 class NativeDecoder:
-    """Packs `weights` (whose layers may be dropped afterwards) for `kernels`.
-
-    `format`: how weight matrices are held; None keeps the model's dtype, INT8 quantises them.
-    """
+    """Owns `weights`, which `kernels` packed."""
 
     def __init__(
         self,
         config: ModelConfig,
-        weights: DecoderWeights,
+        weights: PackedDecoder,
         *,
         kernels: NativeKernels,
         buffer: KVBuffer,
         num_positions: int,
-        format: WeightFormat | None = None,
     ) -> None:
         self.config = config
-        self._kernels, self._format = kernels, format
-        self._embedding = weights.embedding
-        self._norm = weights.norm.float()
+        self._kernels, self._weights = kernels, weights
         rope = RopeTable(
             config.rope,
             head_dim=config.head_dim,
@@ -48,25 +43,22 @@ class NativeDecoder:
             device=torch.device("cpu"),
         )
         self._cos, self._sin = rope.cos.contiguous(), rope.sin.contiguous()
-        self._kept: list[Tensor | PackedWeight | None] = []
-        self._layers = tuple(self._pack(layer) for layer in weights.layers)
+        self._layers = tuple(self._struct(layer) for layer in weights.layers)
         self._buffer = buffer  # kv_layer only borrows it
         self._kv = tuple(kv_layer(buffer, i) for i in range(len(self._layers)))
-        self._head = kernels.pack(weights.head, format=format)
 
     @property
     def device(self) -> torch.device:
-        return self._embedding.device
+        return torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._embedding.dtype
+        return self._weights.dtype
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of what this decoder holds."""
-        kept = [k for k in self._kept if k is not None] + [self._head, self._embedding, self._norm]
-        return sum(k.num_bytes if isinstance(k, PackedWeight) else k.nbytes for k in kept)
+        return self._weights.num_bytes
 
     def forward(
         self,
@@ -78,7 +70,7 @@ class NativeDecoder:
         on_layer: Callable[[], None],
     ) -> Tensor:
         """Hidden states after the last layer, before the final norm: (N, hidden)."""
-        hidden = self._kernels.embedding(tokens, self._embedding)
+        hidden = self._kernels.embedding(tokens, self._weights.embedding)
         for layer, kv in zip(self._layers, self._kv, strict=True):
             self._kernels.layer_forward(layer, kv, meta[0], hidden)
             on_layer()
@@ -86,40 +78,22 @@ class NativeDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output head of hidden states (R, hidden): (R, vocab), fp32."""
-        normed = self._kernels.rms_norm(hidden.float(), self._norm, self.config.norm_eps)
-        return self._kernels.linear(normed, self._head)
+        normed = self._kernels.rms_norm(hidden.float(), self._weights.norm, self.config.norm_eps)
+        return self._kernels.linear(normed, self._weights.head)
 
-    def _keep(self, tensor: Tensor | None) -> ctypes.c_void_p | int | None:
-        """The address of an fp32 copy that lives as long as this decoder."""
-        if tensor is None:
-            return None
-        copy = tensor.float().contiguous()
-        self._kept.append(copy)
-        return copy.data_ptr()
-
-    def _keep_packed(self, packed: PackedWeight) -> PackedWeight:
-        self._kept.append(packed)
-        return packed
-
-    def _pack(self, weights: LayerWeights) -> Layer:
-        config, kernels, form = self.config, self._kernels, self._format
-        gate, up = weights.gate_up.weight.chunk(2)
-        qkv, out, down = (
-            self._keep_packed(kernels.pack(linear.weight, linear.bias, format=form))
-            for linear in (weights.qkv, weights.out, weights.down)
-        )
-        gate_up = self._keep_packed(kernels.pack_gate_up(gate, up, format=form))
+    def _struct(self, weights: PackedLayer) -> Layer:
+        config = self.config
         return Layer(
-            attn_norm=self._keep(weights.attn_norm),
-            mlp_norm=self._keep(weights.mlp_norm),
-            q_norm=self._keep(weights.q_norm),
-            k_norm=self._keep(weights.k_norm),
+            attn_norm=address(weights.attn_norm),
+            mlp_norm=address(weights.mlp_norm),
+            q_norm=address(weights.q_norm),
+            k_norm=address(weights.k_norm),
             cos=self._cos.data_ptr(),
             sin=self._sin.data_ptr(),
-            qkv=qkv.struct(),
-            o=out.struct(),
-            gate_up=gate_up.struct(),
-            down=down.struct(),
+            qkv=weights.qkv.struct(),
+            o=weights.out.struct(),
+            gate_up=weights.gate_up.struct(),
+            down=weights.down.struct(),
             max_position=self._cos.shape[0],
             hidden=config.hidden_size,
             num_heads=config.num_heads,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from phloem.config.model import Activation, ModelConfig
+from phloem.kernels.native_abi import PANEL
 
 __all__ = ["native_fits"]
-
-PANEL = 16  # columns that native kernels pack together
 
 
 def native_fits(config: ModelConfig) -> str | None:

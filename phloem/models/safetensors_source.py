@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from phloem.core.errors import ConfigError
+from phloem.kernels.native_abi import WeightFormat
+from phloem.kernels.quantised import BlockMatrix
 
 __all__ = ["SafetensorsSource"]
 
@@ -45,14 +47,23 @@ class SafetensorsSource:
         shape: list[int] = part.get_shape()
         return math.prod(shape) * self._bits(name, part.get_dtype()) // 8
 
-    def read(self, name: str) -> Tensor:
+    def is_quantised(self, name: str) -> bool:  # noqa: ARG002
+        return False  # `copy_to` refuses what is no float
+
+    def block_format(self, name: str) -> WeightFormat | None:  # noqa: ARG002
+        return None
+
+    def copy_to(self, name: str, out: Tensor) -> None:
         self._bits(name, self._slice(name).get_dtype())
         try:
             tensor: Tensor = self._home[name].get_tensor(name)
         except (SafetensorError, RuntimeError, OSError) as error:
             raise ConfigError(f"{self._folder}: cannot read {name}: {error}") from error
         assert tensor.dtype in (torch.float32, torch.float16, torch.bfloat16), tensor.dtype
-        return tensor
+        out.copy_(tensor)
+
+    def blocks(self, name: str) -> BlockMatrix:
+        raise AssertionError(f"{name}: safetensors files hold no blocks")
 
     def close(self) -> None:
         self._home.clear()

@@ -6,6 +6,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from phloem.kernels.native_abi import WeightFormat
+from phloem.kernels.quantised import BlockMatrix
+
 __all__ = ["WeightSource"]
 
 
@@ -22,8 +25,18 @@ class WeightSource(Protocol):
         """Its size in the file, for progress."""
         ...
 
-    def read(self, name: str) -> Tensor:
-        """The tensor on the CPU, in a floating dtype. It may be backed by the file."""
+    def is_quantised(self, name: str) -> bool: ...
+
+    def block_format(self, name: str) -> WeightFormat | None:
+        """The format of its blocks, if they are ones that kernels read as they are."""
+        ...
+
+    def copy_to(self, name: str, out: Tensor) -> None:
+        """Write the tensor into `out`, of its shape and any floating dtype."""
+        ...
+
+    def blocks(self, name: str) -> BlockMatrix:
+        """A copy of the blocks of a matrix that has a block format."""
         ...
 
     def close(self) -> None: ...

@@ -191,7 +191,9 @@ class Admission:
     def _start(self, request: RequestState, match: Match, num_new: int, *, barrier: bool) -> None:
         load_pages = 0
         if self._tiers is not None and request.may_load:
-            load_pages = self._tiers.loadable_pages(match, request.num_tokens)
+            load_pages = self._tiers.loadable_pages(request.request_id, match, request.num_tokens)
+        elif self._tiers is not None:
+            self._tiers.gives_up_loading(request.request_id, match, request.num_tokens)
         self._queue.admit(request, barrier=barrier)
         reservation = self._cache.reserve(match, num_new, load_pages=load_pages, restart=True)
         self._running.start(request, reservation)

@@ -58,6 +58,7 @@ _PLAIN: tuple[tuple[str, Endpoint, tuple[str, ...]], ...] = (
     ("/reset_prefix_cache", admin.flush_cache, ("POST",)),
     ("/cache/stats", cache_admin.cache_stats, ("GET",)),
     ("/cache/ls", cache_admin.list_cache, ("GET",)),
+    ("/cache/decisions", cache_admin.list_decisions, ("GET",)),
     ("/cache/verify", cache_admin.verify_cache, ("POST",)),
     ("/cache/storage", cache_admin.detach_storage, ("DELETE",)),
 )

@@ -15,6 +15,7 @@ from phloem.engine.commands import (
     ClearCache,
     DetachStorage,
     ListCache,
+    ListDecisions,
     UpdateWeights,
     VerifyCache,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "clear_cache",
     "detach_storage",
     "list_cache",
+    "list_decisions",
     "update_weights",
     "verify_cache",
 ]
@@ -65,6 +67,14 @@ async def list_cache(http: Request) -> Response:
     for row in result["prefixes"]:
         row["text"] = _text(context, row["head"])
     return JSONResponse(result)
+
+
+async def list_decisions(http: Request) -> Response:
+    """Why the newest requests' pages came from where they came (?request_id=ID, ?limit=N)."""
+    request_id = http.query_params.get("request_id")
+    limit = _limit(http.query_params.get("limit", "20"))
+    command = ListDecisions(limit, request_id)
+    return JSONResponse(await context_of(http).engine.operate(command))
 
 
 def _limit(text: str) -> int:

@@ -18,11 +18,11 @@ and take ThreadedStore's place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from phloem.core.store import Caps, Status
+from phloem.core.store import Caps, Gone, Status
 
 __all__ = ["Backend", "Item", "StoreOptions", "Usage", "num_bytes"]
 
@@ -78,6 +78,14 @@ class Backend(Protocol):
     def probe(self, keys: Sequence[bytes]) -> list[Status]: ...
 
     def drop(self, keys: Sequence[bytes]) -> list[Status]: ...
+
+    def gone(self, under_way: Callable[[bytes], bool]) -> Gone:
+        """What went since the last call, except by `drop`, as far as it has not come back.
+
+        Keys that are `under_way` are kept for a later call. Must not block on I/O. Nothing, for
+        ever, unless `caps.tells_gone`.
+        """
+        ...
 
     def usage(self) -> Usage:
         """Must not block on I/O."""

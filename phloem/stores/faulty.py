@@ -10,10 +10,10 @@ import enum
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from phloem.core.store import Caps, Status, Verb
+from phloem.core.store import Caps, Gone, Status, Verb
 from phloem.stores.backend import Backend, Item, Usage
 
 __all__ = ["Fault", "FaultyBackend"]
@@ -122,6 +122,9 @@ class FaultyBackend:
     def drop(self, keys: Sequence[bytes]) -> list[Status]:
         self._draw(Verb.DROP)
         return self._inner.drop(keys)
+
+    def gone(self, under_way: Callable[[bytes], bool]) -> Gone:
+        return self._inner.gone(under_way)
 
     def usage(self) -> Usage:
         return self._inner.usage()

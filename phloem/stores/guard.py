@@ -129,7 +129,7 @@ class GuardedStore:
             elif answer.ticket in self._sent:
                 done.append(self._translate(answer))
         released = [self._holding.pop(t) for t in polled.released if t in self._holding]
-        return Polled(tuple(done), tuple(released))
+        return Polled(tuple(done), tuple(released), polled.gone)
 
     def _translate(self, answer: Done) -> Done:
         sent = self._sent.pop(answer.ticket)

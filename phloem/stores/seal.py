@@ -8,12 +8,12 @@ The seal stands behind the payload so that an aligned buffer stays aligned on it
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import xxhash
 
-from phloem.core.store import KEY_BYTES, Caps, Status
+from phloem.core.store import KEY_BYTES, Caps, Gone, Status
 from phloem.stores.backend import Backend, Item, Usage, num_bytes
 
 __all__ = ["SEAL_BYTES", "SealedBackend"]
@@ -69,6 +69,9 @@ class SealedBackend:
 
     def drop(self, keys: Sequence[bytes]) -> list[Status]:
         return self._inner.drop(keys)
+
+    def gone(self, under_way: Callable[[bytes], bool]) -> Gone:
+        return self._inner.gone(under_way)
 
     def usage(self) -> Usage:
         return self._inner.usage()

@@ -23,6 +23,7 @@ from phloem.core.store import (
     Arena,
     Caps,
     Done,
+    Gone,
     Op,
     Polled,
     Span,
@@ -285,10 +286,23 @@ class ThreadedStore:
     def poll(self) -> Polled:
         with self._changed:
             self._expire_due()
-            polled = Polled(tuple(self._done), tuple(self._released))
+            polled = Polled(tuple(self._done), tuple(self._released), self._gone())
             self._done.clear()
             self._released.clear()
             return polled
+
+    def _gone(self) -> Gone:
+        """Losses, but not of keys whose answer is still to come: it may be older than the loss."""
+        open_keys: set[bytes] | None = None
+
+        def under_way(key: bytes) -> bool:
+            nonlocal open_keys
+            if open_keys is None:
+                unanswered = (f for f in self._flights.values() if not f.reported)
+                open_keys = {key for flight in unanswered for key in flight.op.keys}
+            return key in open_keys
+
+        return self._backend.gone(under_way)
 
     def wait(self, timeout_s: float) -> None:
         end = time.monotonic() + timeout_s

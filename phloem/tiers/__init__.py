@@ -5,14 +5,19 @@ from __future__ import annotations
 from phloem.tiers.config import PREFETCH_POLICIES, WRITE_POLICIES, TierConfig
 from phloem.tiers.controller import LoadEnd, StorageKeys, TierController
 from phloem.tiers.cost import CostModel, Forced
+from phloem.tiers.decisions import Choice, Decision, Decisions, StorageWay
 
 __all__ = [
     "PREFETCH_POLICIES",
     "WRITE_POLICIES",
+    "Choice",
     "CostModel",
+    "Decision",
+    "Decisions",
     "Forced",
     "LoadEnd",
     "StorageKeys",
+    "StorageWay",
     "TierConfig",
     "TierController",
 ]

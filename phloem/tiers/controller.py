@@ -8,7 +8,6 @@ A pass polls first (commits and aborts what has ended), then starts what is queu
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,8 +22,10 @@ from phloem.core.stats import TierStats, TransferStats
 from phloem.core.transfer import TransferKind, TransferResult, Transfers
 from phloem.kv.keys import KeyFacts
 from phloem.tiers.backups import HostBackups
+from phloem.tiers.chooser import LoadChooser
 from phloem.tiers.config import TierConfig
 from phloem.tiers.cost import CostModel
+from phloem.tiers.decisions import Decisions, StorageWay
 from phloem.tiers.flights import Flights
 from phloem.tiers.keys import Links
 from phloem.tiers.prefetch import Prefetches
@@ -32,8 +33,6 @@ from phloem.tiers.reuse import Reuse
 from phloem.tiers.writes import StorageWrites
 
 __all__ = ["LoadEnd", "StorageKeys", "TierController"]
-
-logger = logging.getLogger(__name__)
 
 FLUSH_WAIT_S = 0.01
 LEAST_PREFILL = 16
@@ -73,6 +72,7 @@ class TierController:
             window_page_bytes=config.window_page_bytes,
             page_size=cache.page_size,
         )
+        self._chooser = LoadChooser(self.cost, cache.page_size)
         self._cache = cache
         self._clock = clock
         self._page_size = cache.page_size
@@ -100,22 +100,21 @@ class TierController:
 
     # For the scheduler.
 
-    def loadable_pages(self, match: Match, num_tokens: int) -> int:
+    def loadable_pages(self, request_id: str, match: Match, num_tokens: int) -> int:
         """How many of the match's host pages to load for a request of `num_tokens` in all."""
-        if not match.host_pages:
-            return 0
-        reached = (match.num_pages + match.host_pages) * self._page_size
-        choice = self.cost.choose_load(match.host_pages, num_tokens - reached)
-        self.cost.count(choice, match.host_pages)
-        logger.debug(
-            "%d of %d host pages loaded: %.4f s, all of them %.4f s, none %.4f s",
-            choice.pages,
-            match.host_pages,
-            choice.chosen_s,
-            choice.load_all_s,
-            choice.recompute_s,
-        )
-        return choice.pages
+        return self._chooser.choose(request_id, match, num_tokens, self._storage_way(request_id))
+
+    def gives_up_loading(self, request_id: str, match: Match, num_tokens: int) -> None:
+        """A load for this request has failed: it computes all that is not on the device."""
+        self._chooser.give_up(request_id, match, num_tokens, self._storage_way(request_id))
+
+    @property
+    def decisions(self) -> Decisions:
+        """Why the newest requests' pages came from where they came."""
+        return self._chooser.decisions
+
+    def _storage_way(self, request_id: str) -> StorageWay | None:
+        return None if self._prefetches is None else self._prefetches.look(request_id)
 
     def queued(self, request_id: str, match: Match) -> None:
         """A request waits: what storage has of it is brought to the host meanwhile."""

@@ -25,6 +25,7 @@ from phloem.core.tokens import TOKEN_BYTES
 from phloem.core.transfer import TransferKind, TransferResult
 from phloem.tiers.config import TierConfig
 from phloem.tiers.cost import CostModel, Forced
+from phloem.tiers.decisions import StorageWay
 from phloem.tiers.flights import Flights
 from phloem.tiers.keys import Links
 
@@ -33,7 +34,13 @@ __all__ = ["Prefetches"]
 MIN_PAGES = 2  # fewer are computed sooner than asked for
 RUN_PAGES = 64  # of one transfer: what has arrived is of use before the rest has
 HOST_SHARE = 2  # at most half of the host is written to by prefetches at the same time
-FRESH_S = 1.0  # what a probe found missing is not asked for again by the same request
+# Why a request starts before its prefetch has ended, by policy.
+WENT_ON = {
+    "auto": "computing the rest seems sooner than waiting for it",
+    "best_effort": "the policy is not to wait",
+    "timeout": "the time to wait is up",
+    "wait_complete": "the request has left the queue",
+}
 
 
 class _Phase(enum.Enum):
@@ -54,6 +61,11 @@ class _Prefetch:
     num_arrived: int = 0
     transfer_id: int = -1
     stopped: bool = False
+    reason: str = ""  # why no more of it is read
+
+    def ends(self, reason: str) -> None:
+        """Nothing more is read."""
+        self.phase, self.reason = _Phase.DONE, reason
 
 
 class Prefetches:
@@ -117,6 +129,26 @@ class Prefetches:
             return True
         return policy == "auto" and not self._is_worth_waiting(prefetch, waited)
 
+    def look(self, request_id: str) -> StorageWay | None:
+        """How it stands; None if storage was not asked."""
+        prefetch = self._by_request.get(request_id)
+        if prefetch is None:
+            return None
+        found, waited_s = prefetch.num_found, self._clock.now_s() - prefetch.queued_s
+        policy = self._config.prefetch_policy
+        if policy == "auto" and waited_s >= self._config.prefetch_timeout_s:
+            policy = "timeout"
+        return StorageWay(
+            first_page=prefetch.first_page,
+            asked_pages=len(prefetch.links) - prefetch.first_page,
+            found_pages=found,
+            read_pages=prefetch.num_arrived,
+            waited_s=waited_s,
+            read_s=self._cost.transfers[TransferKind.PREFETCH].seconds(found),
+            compute_s=self._cost.prefill.seconds(found * self._cache.page_size),
+            reason=prefetch.reason or WENT_ON[policy],
+        )
+
     def end(self, request_id: str) -> tuple[int, int]:
         """The request starts, or has gone: read no more for it.
 
@@ -156,20 +188,26 @@ class Prefetches:
         if prefetch.num_found < MIN_PAGES:
             prefetch.num_found = 0
         prefetch.phase = _Phase.READING
-        self._read_on(prefetch)
+        if prefetch.num_found:
+            self._read_on(prefetch)
+        else:
+            prefetch.ends("storage has none of it" if result.error is None else result.error)
 
     def _read_on(self, prefetch: _Prefetch) -> None:
         left = prefetch.num_found - prefetch.num_arrived
         host = self._leader.host
         room = host.capacity // HOST_SHARE - self._pages_in_flight
         count = min(left, RUN_PAGES, room)
-        if prefetch.stopped or count <= 0 or not self._pays(left):
-            prefetch.phase = _Phase.DONE
+        if left <= 0:
+            prefetch.ends("all that storage has was read")
             return
-        slots = host.allocate(count)
+        if prefetch.stopped or not self._pays(left):
+            prefetch.ends("computing the rest is sooner than reading it")
+            return
+        slots = host.allocate(count) if count > 0 else None
         if slots is None:
             self.num_no_room += 1
-            prefetch.phase = _Phase.DONE
+            prefetch.ends("the host has no room for more")
             return
         start = prefetch.first_page + prefetch.num_arrived
         self._pages_in_flight += count
@@ -199,13 +237,13 @@ class Prefetches:
         if rest:
             self._leader.host.free(rest)
         if good and not self._insert(prefetch, start, good):
-            prefetch.phase = _Phase.DONE
+            prefetch.ends("the pages before them have left meanwhile")
             return
         if prefetch.stopped:
             self.num_late_pages += count
         prefetch.num_arrived += count
         if rest:
-            prefetch.phase = _Phase.DONE  # a gap, or cut short
+            prefetch.ends("reading a page failed")  # a gap, or cut short
         else:
             self._read_on(prefetch)
 

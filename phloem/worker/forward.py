@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -11,12 +12,12 @@ from phloem.attention import GatherAttention, LayeredAttention, ReferenceAttenti
 from phloem.config.model import ModelConfig
 from phloem.core.errors import ConfigError
 from phloem.kernels import Scoring, cpu_multiplies_bf16, make_ops
-from phloem.layers import DecoderWeights
-from phloem.models import Decoder, Forward
+from phloem.kernels.native_abi import library, native_available
+from phloem.models import Decoder, Forward, OnBytes, Quantisation, load_weights
 from phloem.models.native_fit import native_fits
 from phloem.pools import DevicePool
 
-__all__ = ["KERNELS", "ForwardPass", "choose_kernels", "make_forward"]
+__all__ = ["KERNELS", "ForwardOptions", "ForwardPass", "choose_kernels", "load_forward"]
 
 KERNELS = ("auto", "native", "torch", "reference")
 
@@ -31,43 +32,79 @@ class ForwardPass:
     weight_bytes: int
 
 
-def choose_kernels(name: str, device: torch.device, config: ModelConfig) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardOptions:
+    """How to compute. `kernels` as `choose_kernels` answered; `threads` None: PyTorch's choice."""
+
+    kernels: str
+    quantisation: Quantisation
+    dtype: torch.dtype
+    device: torch.device
+    threads: int | None
+    num_positions: int
+
+
+def choose_kernels(
+    name: str,
+    device: torch.device,
+    config: ModelConfig,
+    quantisation: Quantisation = Quantisation.NONE,
+) -> str:
     """What "auto" means here. Raises ConfigError for a name or a combination that cannot be.
 
-    On a CPU with bf16 matrix instructions PyTorch's products are still the faster ones.
+    On a CPU with bf16 matrix instructions PyTorch's products are still the faster ones; quantised
+    weights are what only native kernels read.
     """
     if name not in KERNELS:
         raise ConfigError(f"unknown kernels {name!r}; known: {', '.join(KERNELS)}")
-    if name == "native" and device.type != "cpu":
-        raise ConfigError(f"--kernels native runs on a CPU only, not on {device.type}")
     lacking = native_fits(config)
-    if name == "native" and lacking is not None:
-        raise ConfigError(f"--kernels native needs {lacking}; use --kernels torch")
+    quantised = quantisation is not Quantisation.NONE
+    if name == "native" or (name == "auto" and quantised):
+        asked = f"--quantization {quantisation.value}" if quantised else "--kernels native"
+        instead = "--quantization none" if quantised else "--kernels torch"
+        _need_native(asked, device, lacking, instead)
+        return "native"
     if name != "auto":
+        if quantised:
+            raise ConfigError(
+                f"--quantization {quantisation.value} needs the native kernels; leave out "
+                f"--kernels {name}"
+            )
         return name
-    from phloem.kernels.native_abi import native_available
-
     wanted = lacking is None and device.type == "cpu" and not cpu_multiplies_bf16()
     return "native" if wanted and native_available() else "torch"
 
 
-def make_forward(
-    kernels: str,
-    config: ModelConfig,
-    weights: DecoderWeights,
-    pools: Sequence[DevicePool],
-    *,
-    num_positions: int,
-    threads: int | None,
-) -> ForwardPass:
-    """Join weights and pools, one per component; `kernels` as `choose_kernels` answered.
+def _need_native(asked: str, device: torch.device, lacking: str | None, instead: str) -> None:
+    """Raise ConfigError where native kernels cannot run; `asked` is the flag that wants them."""
+    if device.type != "cpu":
+        raise ConfigError(f"{asked} runs on a CPU only, not on {device.type}")
+    if lacking is not None:
+        raise ConfigError(f"{asked} needs {lacking}; use {instead}")
+    try:
+        library()
+    except ConfigError as error:
+        raise ConfigError(f"{asked}: {error}") from None
 
-    Native kernels pack the weights: nothing keeps those of `weights` alive but its owner.
+
+def load_forward(
+    path: Path,
+    config: ModelConfig,
+    pools: Sequence[DevicePool],
+    options: ForwardOptions,
+    on_progress: OnBytes | None = None,
+) -> ForwardPass:
+    """Read the checkpoint at `path` and join it with pools, one per component.
+
+    Raises ConfigError.
     """
-    if kernels == "native":
-        return _native(config, weights, pools, num_positions=num_positions, threads=threads)
-    ops = make_ops(kernels)
-    slow = kernels == "reference"
+    if options.kernels == "native":
+        return _native(path, config, pools, options, on_progress)
+    weights = load_weights(
+        path, config, dtype=options.dtype, device=options.device, on_progress=on_progress
+    )
+    ops = make_ops(options.kernels)
+    slow = options.kernels == "reference"
     scoring = Scoring(config.score_scale, config.attn_softcap)
     backends = [
         ReferenceAttention(pool.buffer, scoring=scoring, window=window)
@@ -76,27 +113,38 @@ def make_forward(
         for pool, window in zip(pools, (None, config.window), strict=False)
     ]
     attention = LayeredAttention(backends, config.component_layers)
-    model = Decoder(config, weights, ops=ops, num_positions=num_positions)
-    return ForwardPass(kernels, model, attention, weights.num_bytes)
+    model = Decoder(config, weights, ops=ops, num_positions=options.num_positions)
+    return ForwardPass(options.kernels, model, attention, weights.num_bytes)
 
 
 def _native(
+    path: Path,
     config: ModelConfig,
-    weights: DecoderWeights,
     pools: Sequence[DevicePool],
-    *,
-    num_positions: int,
-    threads: int | None,
+    options: ForwardOptions,
+    on_progress: OnBytes | None,
 ) -> ForwardPass:
     # Imported here: a library that is loaded only where it is used.
     from phloem.attention.native import NativeAttention
     from phloem.kernels.native import NativeKernels
     from phloem.models.native_decoder import NativeDecoder
+    from phloem.models.packing import load_packed
 
-    library = NativeKernels(threads=threads)
-    model = NativeDecoder(
-        config, weights, kernels=library, buffer=pools[0].buffer, num_positions=num_positions
+    kernels = NativeKernels(threads=options.threads)
+    weights = load_packed(
+        path,
+        config,
+        dtype=options.dtype,
+        quantisation=options.quantisation,
+        on_progress=on_progress,
     )
-    backends = [NativeAttention(pool.buffer, library) for pool in pools]
+    model = NativeDecoder(
+        config,
+        weights,
+        kernels=kernels,
+        buffer=pools[0].buffer,
+        num_positions=options.num_positions,
+    )
+    backends = [NativeAttention(pool.buffer, kernels) for pool in pools]
     attention = LayeredAttention(backends, config.component_layers)
     return ForwardPass("native", model, attention, model.weight_bytes)

@@ -14,11 +14,11 @@ from phloem.config.model import ModelConfig
 from phloem.core.errors import ConfigError
 from phloem.kv.sizing import pages_for_tokens
 from phloem.kv.spec import KVDtype, KVSpec
-from phloem.models import load_weights
+from phloem.models import quantisation_of
 from phloem.pools import DevicePool, HostArena
 from phloem.pools.device import torch_dtype
 from phloem.transfer import TransferEngine, TransferHooks
-from phloem.worker.forward import choose_kernels, make_forward
+from phloem.worker.forward import ForwardOptions, choose_kernels, load_forward
 from phloem.worker.memory import activation_bytes
 from phloem.worker.pages import host_tier, kv_specs, make_pools, page_counts
 from phloem.worker.rows import RowTables
@@ -51,6 +51,7 @@ class WorkerOptions:
     max_prefill_tokens: int = 16384
     threads: int | None = None
     kernels: str = "auto"  # see `worker.forward.KERNELS`
+    quantization: str = "none"  # of weights: "none", "int8" or "q4"
     hooks: Hooks = field(default_factory=Hooks)
     inline: bool = False
     host_pages: int = 0  # 0: no host tier
@@ -119,8 +120,8 @@ def load_worker(
             raise ConfigError(f"threads must be at least 1, got {options.threads}")
         torch.set_num_threads(options.threads)
     config = read_model_config(path)
-    kernels = choose_kernels(options.kernels, device, config)
     max_len = _max_model_len(options, config)
+    how = _forward_options(options, config, num_positions=max_len)
     specs = kv_specs(config, dtype=dtype, page_size=options.page_size)
     num_pages = page_counts(
         specs,
@@ -128,17 +129,11 @@ def load_worker(
         window_pages=options.window_pages,
         kv_bytes=options.kv_bytes,
     )
-    weights = load_weights(
-        path, config, dtype=torch_dtype(dtype), device=device, on_progress=on_progress
-    )
     pools = make_pools(specs, num_pages, device)
     hosts, transfers = host_tier(
         pools, config.component_layers, _host_pages(options, len(specs)), options.transfer_hooks
     )
-    forward = make_forward(
-        kernels, config, weights, pools, num_positions=max_len, threads=options.threads
-    )
-    del weights  # native kernels hold their own
+    forward = load_forward(path, config, pools, how, on_progress)
     runner = Runner(
         forward.model,
         pools,
@@ -165,7 +160,21 @@ def load_worker(
         ),
         hosts=hosts,
         transfers=transfers,
-        reload=partial(_reload, runner, pools, options, config=config, num_positions=max_len),
+        reload=partial(_reload, runner, pools, config, how),
+    )
+
+
+def _forward_options(
+    options: WorkerOptions, config: ModelConfig, *, num_positions: int
+) -> ForwardOptions:
+    device, quantisation = _device(options.device), quantisation_of(options.quantization)
+    return ForwardOptions(
+        kernels=choose_kernels(options.kernels, device, config, quantisation),
+        quantisation=quantisation,
+        dtype=torch_dtype(_dtype(options.dtype)),
+        device=device,
+        threads=options.threads,
+        num_positions=num_positions,
     )
 
 
@@ -177,11 +186,9 @@ def _host_pages(options: WorkerOptions, num_components: int) -> tuple[int, ...]:
 def _reload(
     runner: Runner,
     pools: tuple[DevicePool, ...],
-    options: WorkerOptions,
-    path: Path,
-    *,
     config: ModelConfig,
-    num_positions: int,
+    how: ForwardOptions,
+    path: Path,
 ) -> Callable[[], None]:
     found = read_model_config(path)
     if found != config:
@@ -189,16 +196,7 @@ def _reload(
             f"{path} is another model ({found.architecture}, {found.num_layers} layers); weights "
             "can be updated only by those of the same architecture and configuration"
         )
-    device = _device(options.device)
-    weights = load_weights(path, config, dtype=torch_dtype(_dtype(options.dtype)), device=device)
-    forward = make_forward(
-        choose_kernels(options.kernels, device, config),
-        config,
-        weights,
-        pools,
-        num_positions=num_positions,
-        threads=options.threads,
-    )
+    forward = load_forward(path, config, pools, how)
 
     def swap() -> None:
         runner.replace(forward.model, forward.attention)

@@ -67,6 +67,7 @@ def test_clear_empties_a_directory(directory: Path, capsys) -> None:
         (["cache", "warm"], "name a file of prompts"),
         (["cache", "ls", "--limit", "0"], "--limit must be at least 1"),
         (["cache", "stats", "--url", "http://127.0.0.1:9"], "no answer from"),
+        (["cache", "decisions", "/nowhere"], "asks a server"),
         (["cache", "warm", "/nowhere.jsonl"], "cannot read"),
     ],
 )
@@ -103,6 +104,25 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
         read_prompts(file)
 
 
+DECISION = {
+    "request_id": "r7",
+    "prompt_tokens": 4123,
+    "pages": {"device": 3, "host": 120, "storage": 0, "new": 5},
+    "choice": "part",
+    "load_pages": 100,
+    "reason": "because",
+    "expected_s": {"chosen": 0.2, "load_all": 0.3, "compute_all": 7.9},
+    "measured": True,
+    "storage": {
+        "found_pages": 1,
+        "asked_pages": 2,
+        "read_pages": 0,
+        "waited_s": 0.5,
+        "reason": "x",
+    },
+}
+
+
 @pytest.fixture
 def server(monkeypatch) -> list[httpx.Request]:
     """Answers like a server, and remembers what it was asked."""
@@ -111,6 +131,9 @@ def server(monkeypatch) -> list[httpx.Request]:
     def request(method: str, url: str, **more) -> httpx.Response:
         sent = httpx.Request(method, url, headers=more.get("headers"), json=more.get("json"))
         asked.append(sent)
+        if url.endswith("/cache/decisions"):
+            assert more["params"] == {"limit": 20, "request_id": "r7"}
+            return httpx.Response(200, json={"decisions": [DECISION]}, request=sent)
         if url.endswith("/cache/verify"):
             return httpx.Response(200, json={"ok": False, "error": "page 7 is lost"}, request=sent)
         if url.endswith("/cache/clear"):
@@ -125,6 +148,14 @@ def server(monkeypatch) -> list[httpx.Request]:
 def test_a_broken_invariant_of_a_server_is_an_exit_code(server, capsys) -> None:
     assert main(["cache", "verify", "--url", "http://box"]) == 1
     assert "page 7 is lost" in capsys.readouterr().out
+
+
+def test_decisions_are_shown_with_what_was_expected(server, capsys) -> None:
+    assert main(["cache", "decisions", "--request-id", "r7"]) == 0
+    out = capsys.readouterr().out
+    assert "r7  4,123 tokens; pages: 3 device, 120 host, 5 new" in out
+    assert "part: 100 pages loaded, because (all 0.3000 s, none 7.9000 s, chosen 0.2000 s)" in out
+    assert "storage: 1 of 2 found, 0 read in 0.500 s: x" in out
 
 
 def test_clear_reaches_the_servers_storage_only_if_asked(server, capsys) -> None:

@@ -53,6 +53,7 @@ def test_yaml_can_hold_every_flag(tmp_path: Path) -> None:
     values = {
         "model": "here",
         "dtype": "bf16",
+        "quantization": "int8",
         "device": "cpu",
         "served_model_name": "m",
         "max_model_len": 99,

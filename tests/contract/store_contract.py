@@ -115,6 +115,32 @@ class StoreContract:
         assert stats.evicted_objects_total > 0
         assert rig.get(["n0"], length) == (MISS,)
 
+    def test_what_was_evicted_is_told_and_nothing_else(self, rig: Rig) -> None:
+        """Three times the capacity, some of it read again: memory of what is stored stays true."""
+        if not rig.store.caps.tells_gone:
+            pytest.skip("this store never says")
+        draw = random.Random(11)
+        length = 65_536
+        names: list[str] = []
+        count = 0
+        while count * length < 3 * SIZE_BYTES:
+            batch = [f"n{count + i}" for i in range(draw.randrange(1, 12))]
+            count += len(batch)
+            assert set(rig.put(batch, length)) == {OK}
+            names += batch
+            rig.get(draw.sample(names, min(4, len(names))), length)
+            rig.drop([names.pop(draw.randrange(len(names)))])
+        rig.pump()
+        there = rig.probe(names)
+        assert [key_of(n) in rig.gone for n in names] == [status is MISS for status in there]
+        assert OK in there
+
+    def test_what_was_dropped_on_request_is_not_told(self, rig: Rig) -> None:
+        rig.put(["a", "b"], 4096)
+        rig.drop(["a"])
+        rig.pump()
+        assert not rig.gone
+
     def test_any_mix_of_operations_serves_right_pages_only(self, rig: Rig) -> None:
         """Random batches, several in flight; each ticket is answered once, and nothing leaks."""
         draw = random.Random(7)

@@ -17,12 +17,13 @@ pytestmark = pytest.mark.timeout(300)
 SYSTEM = "You are a careful assistant. " * 30  # more than a few pages
 
 
-def ask(url: str, messages: list[dict[str, str]]) -> tuple[str, dict[str, Any]]:
+def ask(url: str, messages: list[dict[str, str]]) -> tuple[str, dict[str, Any], str]:
+    """Text, usage and id of an answer."""
     body = {"messages": messages, "max_tokens": 12, "temperature": 0}
     answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120, trust_env=False)
     assert answer.status_code == 200, answer.text
     document = answer.json()
-    return document["choices"][0]["message"]["content"], document["usage"]
+    return document["choices"][0]["message"]["content"], document["usage"], document["id"]
 
 
 def cache(*words: str) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
     ]
     server = Served(*flags)
     try:
-        text, usage = ask(server.url, messages)
+        text, usage, _ = ask(server.url, messages)
         assert usage["prompt_tokens_details"]["cached_tokens"] == 0
         prompt_tokens = usage["prompt_tokens"]
     finally:
@@ -57,8 +58,14 @@ def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
     ]
     server = Served(*flags)
     try:
-        _, usage = ask(server.url, messages)
+        _, usage, name = ask(server.url, messages)
         assert usage["prompt_tokens_details"]["cached_tokens"] >= prompt_tokens // 16 * 16 - 16
+        (why,) = cache("decisions", "--request-id", name, "--url", server.url)["decisions"]
+        assert (
+            why["pages"]["storage"] * 16
+            == usage["prompt_tokens_details"]["cached_tokens_details"]["storage"]
+        )
+        assert why["choice"] == "load"
         stats = cache("stats", "--url", server.url)
         assert stats["cached_tokens"]["storage"] >= prompt_tokens // 16 * 16 - 16
         assert sum(stats["cached_tokens"].values()) < stats["prompt_tokens"]

@@ -8,7 +8,10 @@ import torch
 
 from phloem.core.errors import ConfigError
 from phloem.kernels import ReferenceOps, native_abi
-from phloem.kernels.native import CpuIsa, NativeKernels, WeightFormat
+from phloem.kernels.native import CpuIsa, NativeKernels
+from phloem.kernels.native_abi import WeightFormat
+from phloem.kernels.native_pack import pack, pack_blocks, pack_gate_up
+from phloem.kernels.quantised import BlockMatrix
 from tests.kernels.native_build import native_library
 
 SLOW = ReferenceOps()
@@ -35,7 +38,7 @@ def test_linear(kernels, dtype, rows, shape):
     n, k = shape
     x, w = torch.randn(rows, k + 3).to(dtype)[:, :k], torch.randn(n, k).to(dtype)
     bias, residual = torch.randn(n).to(dtype), torch.randn(rows, n).to(dtype)
-    packed = kernels.pack(w, bias)
+    packed = pack(w, bias)
     assert close(kernels.linear(x, packed), SLOW.linear(x, w, bias), dtype)
     want = (x.float() @ w.float().T + bias.float() + residual.float()).to(dtype)
     got = kernels.linear(x, packed, residual=residual, out=residual)
@@ -47,7 +50,7 @@ def test_linear(kernels, dtype, rows, shape):
 def test_linear_widens_bf16_weights_exactly(kernels, rows):
     """fp32 activations on bf16 weights lose nothing to bf16."""
     x, w = torch.randn(rows, 96), torch.randn(40, 96).bfloat16()
-    assert close(kernels.linear(x, kernels.pack(w)), x @ w.float().T, torch.float32)
+    assert close(kernels.linear(x, pack(w)), x @ w.float().T, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -57,13 +60,13 @@ def test_gate_up_with_silu(kernels, dtype, rows):
     x = torch.randn(rows, 64).to(dtype) / 8
     both = (x.float() @ torch.cat((gate, up)).float().T).float()
     want = SLOW.silu_mul(both).to(dtype)
-    assert close(kernels.linear(x, kernels.pack_gate_up(gate, up)), want, dtype)
+    assert close(kernels.linear(x, pack_gate_up(gate, up)), want, dtype)
 
 
 @pytest.mark.parametrize("weights", [WeightFormat.F32, WeightFormat.BF16, WeightFormat.INT8])
 def test_a_row_does_not_depend_on_the_rows_beside_it(kernels, weights):
     """Bit for bit, whatever the batch."""
-    x, packed = torch.randn(301, 96), kernels.pack(torch.randn(80, 96), format=weights)
+    x, packed = torch.randn(301, 96), pack(torch.randn(80, 96), format=weights)
     whole = kernels.linear(x, packed)
     for low, high in ((0, 1), (1, 3), (3, 10), (10, 74), (20, 301)):
         assert torch.equal(kernels.linear(x[low:high], packed), whole[low:high])
@@ -72,7 +75,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kernels, weights):
 @pytest.mark.parametrize("rows", [1, 9, 260])
 def test_int8_weights_equal_their_dequantised_values(kernels, rows):
     w, x = torch.randn(50, 128), torch.randn(rows, 128)
-    packed = kernels.pack(w, format=WeightFormat.INT8)
+    packed = pack(w, format=WeightFormat.INT8)
     step = w.abs().amax(dim=1, keepdim=True) / 127
     assert torch.allclose(packed.scales, step[:, 0])
     rounded = (w / step).round() * step
@@ -93,16 +96,16 @@ def test_gguf_blocks_equal_the_same_blocks_dequantised(kernels, kind, rows):
     raw = quants.quantize(w.numpy(), qtype)
     exact = torch.from_numpy(np.ascontiguousarray(quants.dequantize(raw, qtype)))
     x = torch.randn(rows, 160)
-    packed = kernels.blocks(torch.from_numpy(raw.reshape(-1).copy()), 70, 160, kind)
+    packed = pack_blocks(BlockMatrix(torch.from_numpy(raw.copy()), kind))
     error = (kernels.linear(x, packed).double() - x.double() @ exact.double().T).abs()
     assert (error <= 3e-5 * (x.abs().double() @ exact.abs().double().T)).all()
 
 
 def test_gguf_blocks_show_nan_activations(kernels):
-    raw = torch.zeros(16 * 34, dtype=torch.uint8)
+    matrix = BlockMatrix(torch.zeros((16, 34), dtype=torch.uint8), WeightFormat.Q8_0)
     x = torch.ones(2, 32)
     x[1, 7] = torch.nan
-    out = kernels.linear(x, kernels.blocks(raw, 16, 32, WeightFormat.Q8_0))
+    out = kernels.linear(x, pack_blocks(matrix))
     assert (out[0] == 0).all()
     assert out[1].isnan().all()
 
@@ -172,7 +175,7 @@ def test_copied_pages_arrive_and_others_stay(kernels):
 
 
 def test_bad_arguments_are_refused(kernels):
-    packed = kernels.pack(torch.randn(16, 8))
+    packed = pack(torch.randn(16, 8))
     with pytest.raises(ValueError, match="8 inputs"):
         kernels.linear(torch.randn(2, 9), packed)
     with pytest.raises(ValueError, match="residual must be"):
@@ -180,16 +183,16 @@ def test_bad_arguments_are_refused(kernels):
     with pytest.raises(TypeError, match="float16"):
         kernels.linear(torch.randn(2, 8).half(), packed)
     with pytest.raises(ValueError, match="multiple of 16"):
-        kernels.pack_gate_up(torch.randn(8, 8), torch.randn(8, 8))
-    with pytest.raises(ValueError, match="no Q4_0 weight"):
-        kernels.blocks(torch.zeros(17, dtype=torch.uint8), 1, 32, WeightFormat.Q4_0)
+        pack_gate_up(torch.randn(8, 8), torch.randn(8, 8))
+    with pytest.raises(ValueError, match="no rows of Q4_0"):
+        BlockMatrix(torch.zeros((1, 17), dtype=torch.uint8), WeightFormat.Q4_0)
     with pytest.raises(ValueError, match="top_k"):
         kernels.top_k(torch.randn(3), 4)
 
 
 def test_workspace_stops_growing(kernels):
     """No allocation in steady state."""
-    packed = kernels.pack(torch.randn(64, 64).bfloat16())
+    packed = pack(torch.randn(64, 64).bfloat16())
     for rows in (300, 255, 8, 1):
         kernels.linear(torch.randn(rows, 64).bfloat16(), packed)
     grows = kernels.workspace_grows
@@ -203,7 +206,7 @@ def test_more_threads_than_work_and_cores():
     native_library()
     many = NativeKernels(threads=9)
     x, w = torch.randn(5, 32), torch.randn(400, 32)
-    packed, want = many.pack(w), x @ w.T
+    packed, want = pack(w), x @ w.T
     for _ in range(300):
         assert torch.allclose(many.linear(x, packed), want, atol=1e-4)
     many.close()

@@ -157,9 +157,11 @@ def build_model(
     return model
 
 
-def make_model(family: str, seed: int = 7) -> transformers.PreTrainedModel:
-    """The random model of one of `FAMILIES`."""
-    return build_model(FAMILIES[family](), seed)
+def make_model(family: str, seed: int = 7, **sizes: int) -> transformers.PreTrainedModel:
+    """The random model of one of `FAMILIES`; `sizes` replace fields of its config."""
+    config = FAMILIES[family]()
+    config.update(sizes)
+    return build_model(config, seed)
 
 
 def make_checkpoint(

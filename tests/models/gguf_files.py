@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 
 import gguf
@@ -41,9 +43,15 @@ def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_gguf(
-    model: torch.nn.Module, path: Path, *, kind: Kind = Kind.F32, rope_factors: bool = False
+    model: torch.nn.Module,
+    path: Path,
+    *,
+    kind: Kind = Kind.F32,
+    kinds: Mapping[str, Kind] | None = None,
+    rope_factors: bool = False,
 ) -> None:
-    """Write `model`; matrices in `kind`, vectors in F32."""
+    """Write `model`; vectors in F32, matrices in `kind`, or in that of the last matching pattern
+    of `kinds` (of names as in the file)."""
     config = model.config
     arch = config.model_type
     writer = gguf.GGUFWriter(path, arch)
@@ -73,11 +81,14 @@ def write_gguf(
             data = interleave(data, config.num_attention_heads)
         if arch == "llama" and ".k_proj." in name:
             data = interleave(data, config.num_key_value_heads)
-        if data.ndim == 1 or kind is Kind.F32:
+        chosen = kind
+        for pattern, other in (kinds or {}).items():
+            chosen = other if fnmatch(gguf_name(name), pattern) else chosen
+        if data.ndim == 1 or chosen is Kind.F32:
             writer.add_tensor(gguf_name(name), data)
         else:
-            raw = gguf.quants.quantize(data, kind)
-            writer.add_tensor(gguf_name(name), raw, raw_dtype=kind)
+            raw = gguf.quants.quantize(data, chosen)
+            writer.add_tensor(gguf_name(name), raw, raw_dtype=chosen)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -12,11 +12,12 @@ from phloem.attention import LayeredAttention, RaggedBatch, ReferenceAttention, 
 from phloem.attention.native import NativeAttention
 from phloem.config.checkpoint import read_model_config
 from phloem.kernels import ReferenceOps
-from phloem.kernels.native import NativeKernels, WeightFormat
+from phloem.kernels.native import NativeKernels
 from phloem.kv.layout import PageLayout, default_head_groups
 from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
-from phloem.models import Decoder, load_weights
+from phloem.models import Decoder, Quantisation, load_weights
 from phloem.models.native_decoder import NativeDecoder
+from phloem.models.packing import load_packed
 from phloem.pools import DevicePool
 from tests.kernels.native_build import native_library
 from tests.models.checkpoints import FAMILIES, make_checkpoint
@@ -43,9 +44,8 @@ def checkpoint(request, tmp_path_factory) -> Path:
 class Model:
     """One decoder with a pool of NaN of its own."""
 
-    def __init__(self, path, dtype, *, kernels=None, format=None, page_size=4):
+    def __init__(self, path, dtype, *, kernels=None, quantisation=Quantisation.NONE, page_size=4):
         config = read_model_config(path)
-        weights = load_weights(path, config, dtype=DTYPES[dtype], device=torch.device("cpu"))
         spec = KVSpec(
             kind=AttentionKind.GQA,
             dtype=dtype,
@@ -61,16 +61,13 @@ class Model:
         if kernels is None:
             backend = ReferenceAttention(pool.buffer)
             ops = ReferenceOps()
+            weights = load_weights(path, config, dtype=DTYPES[dtype], device=torch.device("cpu"))
             self.decoder = Decoder(config, weights, ops=ops, num_positions=POSITIONS)
         else:
             backend = NativeAttention(pool.buffer, kernels)
+            weights = load_packed(path, config, dtype=DTYPES[dtype], quantisation=quantisation)
             self.decoder = NativeDecoder(
-                config,
-                weights,
-                kernels=kernels,
-                buffer=pool.buffer,
-                num_positions=POSITIONS,
-                format=format,
+                config, weights, kernels=kernels, buffer=pool.buffer, num_positions=POSITIONS
             )
         self.attention = LayeredAttention([backend], config.component_layers)
 
@@ -120,7 +117,7 @@ def test_bf16_logits_are_no_further_from_fp32_than_the_reference(checkpoint, ker
 
 
 def test_int8_weights_stay_close(checkpoint, kernels):
-    native = Model(checkpoint, KVDtype.FP32, kernels=kernels, format=WeightFormat.INT8)
+    native = Model(checkpoint, KVDtype.FP32, kernels=kernels, quantisation=Quantisation.INT8)
     slow = Model(checkpoint, KVDtype.FP32)
     for spans, tokens in steps():
         got, want = native.logits(spans, tokens), slow.logits(spans, tokens)

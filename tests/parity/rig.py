@@ -174,7 +174,12 @@ class Rig:
             return TierController(self.cache, self.loaded.transfers, self.clock, config)
         storage = self.loaded.transfers.storage
         storage.attach(self._store)
-        facts = key_facts(self._model_path, self.loaded.config, self.loaded.host.layout)
+        facts = key_facts(
+            self._model_path,
+            self.loaded.config,
+            self.loaded.host.layout,
+            weight_quantisation="none",
+        )
         keys = StorageKeys(facts=facts, attached=lambda: storage.attached)
         return TierController(self.cache, self.loaded.transfers, self.clock, config, keys)
 

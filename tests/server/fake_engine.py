@@ -14,7 +14,7 @@ from phloem.core.request import CachedTokens, FinishReason
 from phloem.core.stats import CacheStats, EngineStats
 from phloem.core.tokens import num_tokens, tokens_from_bytes, tokens_to_bytes
 from phloem.engine.api import Health, ModelCard, TextChunk, TextLogprob, TextRequest
-from phloem.engine.commands import AttachStorage, Command, ListCache
+from phloem.engine.commands import AttachStorage, Command, ListCache, ListDecisions
 
 EOS, BOS, VOCAB, CONTEXT = 256, 257, 300, 256
 
@@ -229,6 +229,8 @@ class FakeEngine:
         if isinstance(command, ListCache):
             row = {"head": list(b"hello") + [EOS], "device_pages": 2, "host_pages": 1}
             return {"prefixes": [row], "of": 1}
+        if isinstance(command, ListDecisions):
+            return {"decisions": [{"request_id": command.request_id}]}
         return {"ok": True}
 
     def health(self) -> Health:

@@ -39,6 +39,19 @@ async def test_a_listing_shows_the_text_that_a_prefix_begins_with() -> None:
     assert answer.json()["prefixes"][0]["text"] == "hello"
 
 
+async def test_decisions_of_all_or_of_one_request() -> None:
+    engine = FakeEngine()
+    async with client(engine) as http:
+        every = await http.get("/cache/decisions")
+        one = await http.get("/cache/decisions", params={"request_id": "chatcmpl-1", "limit": 3})
+    assert every.status_code == 200
+    assert one.json()["decisions"] == [{"request_id": "chatcmpl-1"}]
+    assert engine.commands == [
+        commands.ListDecisions(20, None),
+        commands.ListDecisions(3, "chatcmpl-1"),
+    ]
+
+
 async def test_stats_count_tokens_by_their_source() -> None:
     async with client(FakeEngine()) as http:
         answer = (await http.get("/cache/stats")).json()
@@ -66,9 +79,10 @@ async def test_bad_bodies_name_the_field(path: str, body: dict[str, object], par
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "x", "1001"])
-async def test_a_bad_limit_is_refused(limit: str) -> None:
+@pytest.mark.parametrize("path", ["/cache/ls", "/cache/decisions"])
+async def test_a_bad_limit_is_refused(limit: str, path: str) -> None:
     async with client(FakeEngine()) as http:
-        assert (await http.get("/cache/ls", params={"limit": limit})).status_code == 400
+        assert (await http.get(path, params={"limit": limit})).status_code == 400
 
 
 async def test_the_engines_refusal_comes_through() -> None:
@@ -82,3 +96,4 @@ async def test_they_need_the_key() -> None:
     async with client(FakeEngine(), ServerSettings(api_key="k")) as http:
         assert (await http.post("/cache/clear")).status_code == 401
         assert (await http.get("/cache/ls")).status_code == 401
+        assert (await http.get("/cache/decisions")).status_code == 401

@@ -19,11 +19,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from phloem.core.store import Status
-from phloem.stores.adapters.segment import SegmentBackend, blockio
+from phloem.stores.adapters.segment import SegmentBackend, blockio, droplog
 from phloem.stores.adapters.segment.format import BLOCK
-from tests.stores.rig import OK, item_of, make_rig
+from tests.stores.rig import OK, Rig, item_of, make_rig
 
 SIZE_BYTES = 4 << 20
 SEGMENT_BYTES = 256 << 10
@@ -69,7 +70,17 @@ def die_in_write(after_calls: int, draw: random.Random) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
+    real_log = os.pwrite
+
+    def torn_log(fd: int, data: bytes, offset: int) -> int:
+        if draw.random() < 0.9:
+            return real_log(fd, data, offset)
+        real_log(fd, data[: draw.randrange(len(data) + 1)], offset)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
     blockio.os.pwritev = torn
+    droplog.os.pwrite = torn_log
 
 
 class Log:
@@ -92,8 +103,16 @@ class Log:
         return [int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4)]
 
 
-def live(path: str, seed: int, log: Log, first_name: int) -> None:
-    """Put new names, read old ones, until killed (or for a bounded number of batches)."""
+class Logs(NamedTuple):
+    """`put` is of one life; the others are kept, as a dropped name is never put again."""
+
+    put: Log
+    dropping: Log  # about to be dropped: may be there or not
+    dropped: Log
+
+
+def live(path: str, seed: int, logs: Logs, first_name: int) -> None:
+    """Put new names, read and drop old ones, until killed (or for a bounded time)."""
     draw = random.Random(seed)
     if draw.random() < 0.5:
         die_in_write(draw.randrange(1, 25), draw)
@@ -109,13 +128,24 @@ def live(path: str, seed: int, log: Log, first_name: int) -> None:
             name += 1
         for done, status in zip(batch, rig.put(batch, length), strict=True):
             if status is OK:
-                log.add(done)
+                logs.put.add(done)
+        if draw.random() < 0.4:
+            drop(rig, logs, [draw.randrange(max(first_name, name - 30), name) for _ in range(2)])
         old = draw.randrange(max(1, name - 60), name)
         rig.get([old], length_of(old))
 
 
-def check(path: str, log: Log, newest: int) -> dict[str, int]:
-    """After a death: bound, no wrong page, what is offered is there, what was promised is there."""
+def drop(rig: Rig, logs: Logs, names: list[int]) -> None:
+    for name in names:
+        logs.dropping.add(name)
+    if set(rig.drop(names)) == {OK}:
+        for name in names:
+            logs.dropped.add(name)
+
+
+def check(path: str, logs: Logs, newest: int) -> dict[str, int]:
+    """After a death: bound, no wrong page, what is offered is there, what was promised is there,
+    and nothing that was dropped in this life or a former one."""
     backend = open_backend(path)
     assert disk_bytes(path) <= SIZE_BYTES, "bound exceeded"
     names = range(max(0, newest - NUM_NAMES), newest + 200)
@@ -131,9 +161,13 @@ def check(path: str, log: Log, newest: int) -> dict[str, int]:
                 ):
                     assert status is before, f"{name} was offered as {before}, got as {status}"
                 offered += got.count(OK)
-        promised = log.names()[-40:]
+        dropping = set(logs.dropping.names())
+        promised = [name for name in logs.put.names()[-40:] if name not in dropping]
         for name in promised:
             assert rig.get([name], length_of(name)) == (OK,), f"acknowledged {name} is lost"
+        dropped = logs.dropped.names()
+        back = [n for n, s in zip(dropped, rig.probe(dropped), strict=True) if s is OK]
+        assert not back, f"dropped {back} are offered again"
     return {"offered": offered, "promised": len(promised)}
 
 
@@ -168,20 +202,20 @@ def kill_after(pid: int, log: Log, num_objects: int, draw: random.Random) -> int
 
 def kill_loop(path: str, seed: int, num_points: int) -> dict[str, int]:
     draw = random.Random(seed)
-    log = Log()
+    logs = Logs(Log(), Log(), Log())
     totals = {"points": 0, "killed": 0, "offered": 0, "promised": 0, "failed": 0}
     name = 0
     result = mmap.mmap(-1, 4096)
     for point in range(num_points):
-        log.clear()
+        logs.put.clear()
         first = name
-        pid = fork(lambda p=point, f=first: live(path, seed * 1000 + p, log, f))
+        pid = fork(lambda p=point, f=first: live(path, seed * 1000 + p, logs, f))
         wait_for = draw.choice([0, 1, 10, 30])  # acknowledged objects; 0: perhaps while opening
-        totals["killed"] += os.WIFSIGNALED(kill_after(pid, log, wait_for, draw))
-        name = max([first, *log.names()]) + 30  # names of a batch in flight are not used again
+        totals["killed"] += os.WIFSIGNALED(kill_after(pid, logs.put, wait_for, draw))
+        name = max([first, *logs.put.names()]) + 30  # names of a batch in flight are not used again
 
         def verify(newest: int = name) -> None:
-            data = json.dumps(check(path, log, newest)).encode()
+            data = json.dumps(check(path, logs, newest)).encode()
             result[: len(data) + 1] = data + b"\0"
 
         _, code = os.waitpid(fork(verify), 0)
@@ -192,6 +226,7 @@ def kill_loop(path: str, seed: int, num_points: int) -> dict[str, int]:
         found = json.loads(bytes(result[:]).split(b"\0")[0])
         totals["offered"] += found["offered"]
         totals["promised"] += found["promised"]
+    totals["dropped"] = len(logs.dropped.names())
     return totals
 
 

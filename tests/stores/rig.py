@@ -40,8 +40,10 @@ class Rig:
         self.map = mmap.mmap(-1, ARENA_BYTES)
         self.view = memoryview(self.map)
         store.attach([Arena(0, self.view)])
+        self.asked: dict[Ticket, tuple[bytes, ...]] = {}
         self.answers: dict[Ticket, Done] = {}
         self.released: list[Ticket] = []
+        self.gone: set[bytes] = set()  # told, and not answered OK since
 
     def __enter__(self) -> Rig:
         return self
@@ -65,7 +67,9 @@ class Rig:
         return tuple(out)
 
     def submit(self, op: Op, within_s: float = PATIENCE_S) -> Ticket:
-        return self.store.submit(op, self.clock.now_s() + within_s)
+        ticket = self.store.submit(op, self.clock.now_s() + within_s)
+        self.asked[ticket] = op.keys
+        return ticket
 
     def pump(self, timeout_s: float = 0.0) -> None:
         """One poll; every ticket must be answered and released once at most."""
@@ -75,10 +79,14 @@ class Rig:
         for done in polled.done:
             assert done.ticket not in self.answers, "answered twice"
             self.answers[done.ticket] = done
+            for key, status in zip(self.asked.pop(done.ticket), done.statuses, strict=True):
+                if status is OK and done.verb is not Verb.DROP:
+                    self.gone.discard(key)
         for ticket in polled.released:
             assert ticket not in self.released, "released twice"
             assert self.answers[ticket].held, "released without having been held"
             self.released.append(ticket)
+        self.gone.update(polled.gone.keys)
 
     def until(self, condition: Callable[[], bool], step_s: float = 0.05) -> None:
         end = MonotonicClock().now_s() + PATIENCE_S

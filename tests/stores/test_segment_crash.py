@@ -23,12 +23,14 @@ def drive(*args: object) -> dict[str, int]:
 
 @pytest.mark.timeout(180)
 def test_killed_at_200_points_it_never_serves_a_wrong_page(tmp_path: Path) -> None:
-    """No wrong page; what is offered is there; what was acknowledged is there; bound respected."""
+    """No wrong page; what is offered is there; what was acknowledged is there, what was dropped
+    is not; bound respected."""
     result = drive("kill", tmp_path / "store", 20_26, 200)
     assert result["points"] == 200
     assert result["killed"] >= 195
     assert result["offered"] > 5_000
     assert result["promised"] > 500
+    assert result["dropped"] > 500
 
 
 def test_three_processes_share_one_directory(tmp_path: Path) -> None:

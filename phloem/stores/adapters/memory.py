@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from phloem.core.store import Caps, Status
+from phloem.core.store import Caps, Gone, Status
 from phloem.stores.backend import Item, StoreOptions, Usage, num_bytes
+from phloem.stores.losses import Losses
 
 __all__ = ["MemoryBackend", "build"]
 
@@ -24,10 +25,12 @@ class MemoryBackend:
         self._evicted = 0
         self._objects: OrderedDict[bytes, bytes] = OrderedDict()
         self._lock = threading.Lock()
+        self._losses = Losses()
 
     @property
     def caps(self) -> Caps:
-        return Caps(name="memory", max_object_bytes=max(0, self._size_bytes - ENTRY_BYTES))
+        largest = max(0, self._size_bytes - ENTRY_BYTES)
+        return Caps(name="memory", max_object_bytes=largest, tells_gone=True)
 
     def put(self, items: Sequence[Item]) -> list[Status]:
         return [self._put_one(item) for item in items]
@@ -41,7 +44,8 @@ class MemoryBackend:
             if item.key in self._objects:
                 return Status.OK
             while self._used_bytes + cost > self._size_bytes:
-                _, old = self._objects.popitem(last=False)
+                evicted, old = self._objects.popitem(last=False)
+                self._losses.add(evicted)
                 self._used_bytes -= len(old) + ENTRY_BYTES
                 self._evicted += 1
             self._objects[item.key] = value
@@ -73,6 +77,10 @@ class MemoryBackend:
                 if value is not None:
                     self._used_bytes -= len(value) + ENTRY_BYTES
         return [Status.OK] * len(keys)
+
+    def gone(self, under_way: Callable[[bytes], bool]) -> Gone:
+        with self._lock:
+            return self._losses.take(self._objects.__contains__, under_way)
 
     def usage(self) -> Usage:
         with self._lock:

@@ -11,6 +11,7 @@ import xxhash
 
 from phloem.stores.adapters.segment.blockio import BlockFile, Scratch
 from phloem.stores.adapters.segment.directory import SegmentDirectory
+from phloem.stores.adapters.segment.droplog import DropLog
 from phloem.stores.adapters.segment.format import (
     BLOCK,
     Entry,
@@ -31,11 +32,12 @@ MTIME_TICK_NS = 50_000_000
 class Catalog:
     """The segments of a directory and the index over them."""
 
-    def __init__(self, directory: SegmentDirectory, index: Index) -> None:
+    def __init__(self, directory: SegmentDirectory, index: Index, drops: DropLog) -> None:
         self.segments: dict[int, Segment] = {}
         self.unreadable: set[int] = set()  # segment files that could not be opened
         self._directory = directory
         self._index = index
+        self._drops = drops
         self._lock = threading.Lock()
         self._refreshed_s = -1.0
         self._scratch = Scratch()
@@ -63,8 +65,17 @@ class Catalog:
             changed = [s for index, stat in found.items() if (s := self._visit(index, stat))]
             for segment in changed:  # all heads first: they tell which segments are sealed
                 self._try(segment, self._read_head)
+            if self._drops.reload():
+                self._forget_dropped()
             for segment in changed:
                 self._try(segment, self._scan_frames)
+
+    def _forget_dropped(self) -> None:
+        """Another process has dropped something."""
+        for key, place in self._index.places():
+            entry = Entry(key, place.length, place.offset, place.digest)
+            if self._drops.covers(place.generation, entry):
+                self._index.forget(key, place)
 
     def rescan(self, segment: Segment) -> None:
         """Read the segment's frames again from where they were known to end."""
@@ -183,8 +194,11 @@ class Catalog:
                 at = last.offset
                 segment.torn = frames[-1]
         for frame in frames:
-            self._index.add(segment, frame.entries)
+            self._index.add(segment, self._not_dropped(segment, frame.entries))
         segment.tail = at
+
+    def _not_dropped(self, segment: Segment, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+        return tuple(e for e in entries if not self._drops.covers(segment.generation, e))
 
     def _read_head(self, segment: Segment) -> None:
         """Find out which life the segment is in; a new one means that its objects are gone."""

@@ -3,6 +3,7 @@
     DIR/phloem-store.json    geometry (segment size and number), one block at most
     DIR/phloem-store.lock    flock: exclusive while segments are created, recycled or removed
     DIR/phloem-store.users   flock: shared by every process that uses the directory
+    DIR/phloem-store.dropped what was dropped; written under the first lock (droplog.py)
     DIR/segment-00000007.kv  flock: exclusive by its one writer
 
 There are never more than `num_segments` segment files of `segment_bytes` each, so the bound holds
@@ -22,12 +23,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from phloem.core.errors import ConfigError
+from phloem.stores.adapters.segment.droplog import LOG_BYTES
 from phloem.stores.adapters.segment.format import BLOCK
 
 __all__ = ["DirectoryBusy", "Geometry", "SegmentDirectory", "choose_geometry", "read_geometry"]
 
 FORMAT = 1
-META_BYTES = BLOCK  # the geometry file; lock files are empty
+# The geometry file, and the log of drops twice, as while it is written anew. Lock files are empty.
+META_BYTES = BLOCK + 2 * LOG_BYTES
 MIN_SEGMENTS = 4
 # A compromise (docs/storage.md): large enough that taking one costs nothing, small against the
 # whole so that eviction by segments is fine-grained.
@@ -37,6 +40,7 @@ DEFAULT_NUM_SEGMENTS = 128
 LOCK_WAIT_S = 1.0
 
 _MARKER, _LOCK, _USERS = "phloem-store.json", "phloem-store.lock", "phloem-store.users"
+_DROPPED = "phloem-store.dropped"
 _SEGMENT_NAME = re.compile(r"segment-(\d{8})\.kv\Z")
 
 
@@ -188,6 +192,10 @@ class SegmentDirectory:
     def segment_path(self, index: int) -> str:
         return os.path.join(self.path, f"segment-{index:08d}.kv")
 
+    @property
+    def dropped_path(self) -> str:
+        return os.path.join(self.path, _DROPPED)
+
     def segments(self) -> list[int]:
         """Indices of the segment files that exist."""
         matches = (_SEGMENT_NAME.match(name) for name in os.listdir(self.path))
@@ -211,6 +219,8 @@ class SegmentDirectory:
             indices = self.segments()
             for index in indices:
                 self.remove(index)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.dropped_path)
         fcntl.flock(self._users_fd, fcntl.LOCK_SH)
         return len(indices)
 

@@ -17,6 +17,7 @@ from phloem.stores.adapters.segment.directory import (
     SegmentDirectory,
     read_geometry,
 )
+from phloem.stores.adapters.segment.droplog import DropLog
 from phloem.stores.adapters.segment.index import Index
 from phloem.stores.adapters.segment.reader import SegmentReader
 from phloem.stores.backend import Item
@@ -62,7 +63,8 @@ class DirectoryView:
 
         self._directory = SegmentDirectory(path, size + META_BYTES, geometry.segment_bytes)
         self._index = Index()
-        self._catalog = Catalog(self._directory, self._index)
+        drops = DropLog(self._directory.dropped_path)
+        self._catalog = Catalog(self._directory, self._index, drops)
         self._catalog.refresh()
 
     @property

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from phloem.core.store import Caps, Status
+from phloem.core.store import Caps, Gone, Status
 from phloem.stores.adapters.segment.blockio import digest_of
 from phloem.stores.adapters.segment.catalog import Catalog
 from phloem.stores.adapters.segment.directory import META_BYTES, SegmentDirectory
+from phloem.stores.adapters.segment.droplog import DropLog
+from phloem.stores.adapters.segment.dropper import Dropper, Moves
 from phloem.stores.adapters.segment.index import Index
 from phloem.stores.adapters.segment.reader import SegmentReader
 from phloem.stores.adapters.segment.writer import SegmentWriter
@@ -32,11 +34,16 @@ class SegmentBackend:
         """Open, and scan what is there. Raises ConfigError if the directory cannot be used."""
         self._directory = SegmentDirectory(path, size_bytes, segment_bytes)
         self._index = Index()
-        self._catalog = Catalog(self._directory, self._index)
+        drops = DropLog(self._directory.dropped_path, sync=sync)
+        self._catalog = Catalog(self._directory, self._index, drops)
         self._reader = SegmentReader(self._catalog, self._index)
+        moves = Moves()
+        self._dropper = Dropper(self._directory, self._catalog, self._index, drops, moves)
         can_share = self._directory.geometry.num_segments >= 4 * NUM_WRITERS
         self._writers = [
-            SegmentWriter(self._directory, self._catalog, self._index, self._reader, sync=sync)
+            SegmentWriter(
+                self._directory, self._catalog, self._index, self._reader, moves, sync=sync
+            )
             for _ in range(NUM_WRITERS if can_share else 1)
         ]
         # Last in, first out: a single thread always writes into one and the same segment.
@@ -52,6 +59,7 @@ class SegmentBackend:
             max_object_bytes=self._directory.geometry.max_object_bytes,
             persistent=True,
             verifies=True,
+            tells_gone=True,
         )
 
     def put(self, items: Sequence[Item]) -> list[Status]:
@@ -89,13 +97,15 @@ class SegmentBackend:
         return [Status.MISS if place is None else Status.OK for place in found]
 
     def drop(self, keys: Sequence[bytes]) -> list[Status]:
-        for key in keys:
-            self._index.forget(key)
-        return [Status.OK] * len(keys)
+        return self._dropper.drop(keys)
+
+    def gone(self, under_way: Callable[[bytes], bool]) -> Gone:
+        return self._index.gone(under_way)
 
     def usage(self) -> Usage:
         geometry = self._directory.geometry
-        details = sum((writer.counters for writer in self._writers), self._reader.counters.copy())
+        details = self._reader.counters + self._dropper.counters
+        details = sum((writer.counters for writer in self._writers), details)
         return Usage(
             objects=len(self._index),
             used_bytes=self._catalog.num_files * geometry.segment_bytes + META_BYTES,

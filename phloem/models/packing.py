@@ -1,0 +1,168 @@
+"""Checkpoint -> packed weights of the native kernels, one matrix in flight at a time.
+
+What `--quantization` makes of a matrix (rows of merged matrices must agree, else the next line):
+
+                            none     int8               q4
+    floats                  dtype    int8 per row       dtype
+    Q4_0, Q4_1              dtype    int8 per row       the file's blocks
+    Q8_0                    dtype    the file's blocks  the file's blocks
+    any other blocks, mixed dtype    int8 per row       int8 per row
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from phloem.config.model import ModelConfig
+from phloem.core.errors import ConfigError
+from phloem.kernels.native_abi import WeightFormat
+from phloem.kernels.native_pack import pack, pack_blocks, pack_gate_up, pack_gate_up_blocks
+from phloem.kernels.native_types import PackedWeight
+from phloem.kernels.quantised import BlockMatrix
+from phloem.models.checkpoint import Checkpoint, OnBytes
+from phloem.models.pieces import LinearPieces, Piece
+from phloem.models.quantisation import Quantisation
+
+__all__ = ["PackedDecoder", "PackedLayer", "load_packed"]
+
+CPU = torch.device("cpu")
+
+
+_KEPT: dict[Quantisation, set[WeightFormat | None]] = {
+    Quantisation.NONE: set(),
+    Quantisation.INT8: {WeightFormat.Q8_0},
+    Quantisation.Q4: {WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q8_0},
+}
+_FOUR_BITS = {WeightFormat.Q4_0, WeightFormat.Q4_1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedLayer:
+    """One decoder layer. Norms are fp32; `gate_up` alternates panels of both."""
+
+    attn_norm: Tensor
+    qkv: PackedWeight
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: PackedWeight
+    mlp_norm: Tensor
+    gate_up: PackedWeight
+    down: PackedWeight
+
+    @property
+    def num_bytes(self) -> int:
+        norms = (self.attn_norm, self.mlp_norm, self.q_norm, self.k_norm)
+        packed = (self.qkv, self.out, self.gate_up, self.down)
+        return sum(w.num_bytes for w in packed) + sum(t.nbytes for t in norms if t is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedDecoder:
+    """A whole decoder. `dtype` is that of the residual stream."""
+
+    dtype: torch.dtype
+    embedding: Tensor
+    layers: tuple[PackedLayer, ...]
+    norm: Tensor  # fp32
+    head: PackedWeight
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of everything; what is shared counts once."""
+        layers = sum(layer.num_bytes for layer in self.layers)
+        return self.embedding.nbytes + layers + self.norm.nbytes + self.head.num_bytes
+
+
+def load_packed(
+    path: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    quantisation: Quantisation = Quantisation.NONE,
+    on_progress: OnBytes | None = None,
+) -> PackedDecoder:
+    """Read the checkpoint at `path` into what native kernels multiply with.
+
+    Raises ConfigError as `Checkpoint` does, and for q4 where there are no blocks of 4 bits.
+    """
+    with Checkpoint(path, config, on_progress) as checkpoint:
+        packer = _Packer(checkpoint, dtype, quantisation)
+        if quantisation is Quantisation.Q4:
+            _need_q4(checkpoint, path)
+        pieces = checkpoint.pieces
+        return PackedDecoder(
+            dtype=dtype,
+            embedding=checkpoint.stack(pieces.embedding.weight, dtype, CPU),
+            layers=tuple(packer.layer(i) for i in range(config.num_layers)),
+            norm=packer.norm(pieces.norm),
+            head=packer.linear(pieces.head or pieces.embedding),
+        )
+
+
+def _need_q4(checkpoint: Checkpoint, path: Path) -> None:
+    found = {checkpoint.block_format(piece) for piece in checkpoint.pieces.all()}
+    if not found & _FOUR_BITS:
+        raise ConfigError(
+            f"--quantization q4 takes the Q4_0 or Q4_1 blocks of a GGUF file as they are, and "
+            f"{path} has none; use --quantization int8 or none"
+        )
+
+
+class _Packer:
+    """Turns pieces of one checkpoint into packed weights."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        quantisation: Quantisation,
+    ) -> None:
+        self._checkpoint, self._dtype, self._quantisation = checkpoint, dtype, quantisation
+
+    def norm(self, piece: Piece) -> Tensor:
+        """Rounded to the model's dtype, as every computation of this model takes it."""
+        return self._checkpoint.norm(piece, self._dtype, CPU).float()
+
+    def layer(self, i: int) -> PackedLayer:
+        layer = self._checkpoint.pieces.layer(i)
+        return PackedLayer(
+            attn_norm=self.norm(layer.attn_norm),
+            qkv=self.linear(layer.qkv),
+            q_norm=self.norm(layer.q_norm) if layer.q_norm else None,
+            k_norm=self.norm(layer.k_norm) if layer.k_norm else None,
+            out=self.linear(layer.out),
+            mlp_norm=self.norm(layer.mlp_norm),
+            gate_up=self._gate_up(layer.gate_up),
+            down=self.linear(layer.down),
+        )
+
+    def linear(self, pieces: LinearPieces) -> PackedWeight:
+        bias = self._checkpoint.stack(pieces.bias, self._dtype, CPU) if pieces.bias else None
+        if self._takes_blocks(pieces):
+            parts = [self._checkpoint.blocks(piece) for piece in pieces.weight]
+            return pack_blocks(BlockMatrix.stack(parts), bias)
+        weight = self._checkpoint.stack(pieces.weight, self._dtype, CPU)
+        return pack(weight, bias, format=self._format(pieces))
+
+    def _gate_up(self, pieces: LinearPieces) -> PackedWeight:
+        if self._takes_blocks(pieces):
+            blocks = [self._checkpoint.blocks(piece) for piece in pieces.weight]
+            return pack_gate_up_blocks(blocks[0], blocks[1])
+        gate, up = self._checkpoint.stack(pieces.weight, self._dtype, CPU).chunk(2)
+        return pack_gate_up(gate, up, format=self._format(pieces))
+
+    def _takes_blocks(self, pieces: LinearPieces) -> bool:
+        """Whether the matrix is blocks that this quantisation keeps; only one format stacks."""
+        found = {self._checkpoint.block_format(piece) for piece in pieces.weight}
+        return len(found) == 1 and found <= _KEPT[self._quantisation]
+
+    def _format(self, pieces: LinearPieces) -> WeightFormat | None:
+        """For a matrix that is read as floats; None keeps its dtype."""
+        if self._quantisation is Quantisation.NONE:
+            return None
+        quantised = all(self._checkpoint.is_quantised(piece) for piece in pieces.weight)
+        return WeightFormat.INT8 if self._quantisation is Quantisation.INT8 or quantised else None

@@ -1,0 +1,138 @@
+"""Which tensors of a checkpoint make up which part of a decoder: names and shapes, no data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from phloem.config.model import ModelConfig
+from phloem.models.family import WeightNames
+
+__all__ = ["DecoderPieces", "LayerPieces", "LinearPieces", "Piece"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor. `interleaved_heads`: so many heads whose halves alternate by rows; 0: none.
+
+    `offset` is to be added to it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    interleaved_heads: int = 0
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPieces:
+    """A matrix whose rows come from several tensors, one below the other; so does its bias."""
+
+    weight: tuple[Piece, ...]
+    bias: tuple[Piece, ...] = ()
+
+    def all(self) -> Iterator[Piece]:
+        yield from self.weight
+        yield from self.bias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPieces:
+    """One decoder layer. `gate_up` has two tensors of equal shape."""
+
+    attn_norm: Piece
+    qkv: LinearPieces
+    q_norm: Piece | None
+    k_norm: Piece | None
+    out: LinearPieces
+    mlp_norm: Piece
+    gate_up: LinearPieces
+    down: LinearPieces
+    post_attn_norm: Piece | None
+    post_mlp_norm: Piece | None
+    sinks: Piece | None
+
+    def all(self) -> Iterator[Piece]:
+        for linear in (self.qkv, self.out, self.gate_up, self.down):
+            yield from linear.all()
+        yield from (self.attn_norm, self.mlp_norm)
+        norms = (self.q_norm, self.k_norm, self.post_attn_norm, self.post_mlp_norm)
+        yield from (piece for piece in (*norms, self.sinks) if piece is not None)
+
+
+class DecoderPieces:
+    """The tensors of a model, spelt as `names`.
+
+    `interleaved`: the rows of q and k are. `norm_offset` is to be added to the weights of norms.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        names: WeightNames,
+        *,
+        interleaved: bool,
+        norm_offset: float = 0.0,
+    ) -> None:
+        self._config, self._names, self._interleaved = config, names, interleaved
+        self._norm_offset = norm_offset
+        table = (config.vocab_size, config.hidden_size)
+        self.embedding = LinearPieces((_weight(names.embedding, table),))
+        self.norm = self._norm(names.norm, config.hidden_size)
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = LinearPieces((_weight(names.head, table),))
+
+    def all(self) -> Iterator[Piece]:
+        """Every tensor that is needed, in no special order."""
+        yield from self.embedding.all()
+        yield self.norm
+        if self.head is not None:
+            yield from self.head.all()
+        for i in range(self._config.num_layers):
+            yield from self.layer(i).all()
+
+    def layer(self, i: int) -> LayerPieces:
+        c, n = self._config, self._names
+        hidden, inter = c.hidden_size, c.intermediate_size
+        out, sinks = n.out.format(i=i), n.sinks.format(i=i)
+
+        def norm(name: str, size: int = hidden) -> Piece:
+            return self._norm(name.format(i=i), size)
+
+        return LayerPieces(
+            attn_norm=norm(n.attn_norm),
+            qkv=self._qkv(i),
+            q_norm=norm(n.q_norm, c.head_dim) if c.qk_norm else None,
+            k_norm=norm(n.k_norm, c.head_dim) if c.qk_norm else None,
+            out=LinearPieces(
+                (_weight(out, (hidden, c.q_size)),),
+                (Piece(f"{out}.bias", (hidden,)),) if c.out_bias else (),
+            ),
+            mlp_norm=norm(n.mlp_norm),
+            gate_up=LinearPieces(
+                tuple(_weight(name.format(i=i), (inter, hidden)) for name in (n.gate, n.up))
+            ),
+            down=LinearPieces((_weight(n.down.format(i=i), (hidden, inter)),)),
+            post_attn_norm=norm(n.post_attn_norm) if c.post_norms else None,
+            post_mlp_norm=norm(n.post_mlp_norm) if c.post_norms else None,
+            sinks=Piece(sinks, (c.num_heads,)) if c.sinks else None,
+        )
+
+    def _norm(self, module: str, size: int) -> Piece:
+        return Piece(f"{module}.weight", (size,), offset=self._norm_offset)
+
+    def _qkv(self, i: int) -> LinearPieces:
+        c, n = self._config, self._names
+        modules = [name.format(i=i) for name in (n.q, n.k, n.v)]
+        sizes = (c.q_size, c.kv_size, c.kv_size)
+        heads = (c.num_heads, c.num_kv_heads, 0) if self._interleaved else (0, 0, 0)
+        rows = list(zip(modules, sizes, heads, strict=True))
+        return LinearPieces(
+            tuple(Piece(f"{m}.weight", (size, c.hidden_size), h) for m, size, h in rows),
+            tuple(Piece(f"{m}.bias", (size,), h) for m, size, h in rows) if c.qkv_bias else (),
+        )
+
+
+def _weight(module: str, shape: tuple[int, ...]) -> Piece:
+    return Piece(f"{module}.weight", shape)
