@@ -5,6 +5,7 @@ from __future__ import annotations
 from phloem.tiers.config import PREFETCH_POLICIES, WRITE_POLICIES, TierConfig
 from phloem.tiers.controller import LoadEnd, StorageKeys, TierController
 from phloem.tiers.cost import CostModel, Forced
+from phloem.tiers.windows import RestorableLengths
 
 __all__ = [
     "PREFETCH_POLICIES",
@@ -12,6 +13,7 @@ __all__ = [
     "CostModel",
     "Forced",
     "LoadEnd",
+    "RestorableLengths",
     "StorageKeys",
     "TierConfig",
     "TierController",
