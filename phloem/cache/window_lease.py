@@ -22,6 +22,7 @@ import numpy as np
 
 from phloem.cache.components import ABSENT
 from phloem.cache.node import REF_DTYPE, Node
+from phloem.cache.window_eviction import Tail
 from phloem.cache.window_ledger import WindowLedger
 from phloem.cache.window_match import runs_of
 from phloem.core.refs import PageRefs
@@ -49,6 +50,7 @@ class WindowLease:
 
     __slots__ = (
         "_ends",
+        "_last",
         "_ledger",
         "_load_slots",
         "_loaded",
@@ -92,6 +94,9 @@ class WindowLease:
         self._own = np.zeros(self.end, np.bool_)
         self._load_slots = array("q", load_slots).tobytes()
         self._loaded = b""
+        self._last: Tail | None = None  # the last end that was wanted of this path
+        if ABSENT not in held:
+            self._last = ledger.tails.want(tuple(held), is_end=True)
         ledger.lock([page for page in held if page != ABSENT])
         if load_slots:
             ledger.hold(self._load_slots)
@@ -209,7 +214,9 @@ class WindowLease:
             )
             pages = tuple(array("q", packed))
             if ABSENT not in pages:
-                self._ledger.tails.want(pages, is_end=is_end)
+                before = self._last if is_end else None
+                wanted = self._ledger.tails.want(pages, is_end=is_end, before=before)
+                self._last = wanted if is_end else self._last
 
     def _let_go(self, low: int) -> None:
         table, own = self._table[self._low : low], self._own[self._low : low]
