@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from phloem.cache import Ages, Match, PrefixCache, Reservation, WindowMatch
 from phloem.cache.node import Node
-from phloem.cache.window_host import WindowHost
 from phloem.core.clock import Clock
 from phloem.core.refs import PageRefs
 from phloem.core.stats import TierStats, TransferStats
@@ -69,13 +68,12 @@ class TierController:
         self._cache = cache
         self._clock = clock
         self._page_size = cache.page_size
+        window_host = cache.leader.window_host
         hosts: tuple[Holds, ...] = (cache.leader.host,)
-        window_host = None
-        if cache.window is not None and cache.window.host_pages:
-            window_host = WindowHost(cache.leader)
-            hosts = (cache.leader.host, window_host)
-        self._flights = Flights(transfers, hosts, self.cost)
-        self._windows = None  # with windows, and a host for their state
+        self._flights = Flights(
+            transfers, hosts if window_host is None else (*hosts, window_host), self.cost
+        )
+        self._windows = None  # of models with windows
         if window_host is not None:
             self._windows = WindowTiers(cache, window_host, self._flights)
         self._reuse = reuse = Reuse(config.selective_threshold)

@@ -21,7 +21,6 @@ from collections.abc import Callable
 
 from phloem.cache import PrefixCache
 from phloem.cache.node import Node
-from phloem.cache.window_eviction import TailClass
 from phloem.cache.window_host import WindowHost
 from phloem.core.transfer import TransferKind, TransferResult
 from phloem.tiers.flights import Flights
@@ -130,7 +129,7 @@ class WindowBackups:
         wanted: set[int] = set()
         for page in (path.refs >= 0).nonzero()[0].tolist():
             tail = self._ledger.tails.ending_at(refs[page])
-            if tail is not None and (tail.kind is not TailClass.INTERIOR or page >= end - 2):
+            if tail is not None and (not tail.passed or page >= end - 2):
                 wanted.update(tail.pages)
         copied = path.on_host.tolist()
         return [ref for ref, there in zip(refs, copied, strict=True) if ref in wanted and not there]
