@@ -142,6 +142,11 @@ class Tails:
             assert page not in self._needs, f"window page {page} leaves before a tail that needs it"
             self._leftovers.pop(page, None)
 
+    def forget(self) -> None:
+        """Nobody wants anything any more."""
+        for tail in self.tails():
+            self._drop(tail)
+
     def victims(self, num_pages: int) -> list[int]:
         """Take the next `num_pages` unlocked pages, or all that there are, off the lists."""
         out: list[int] = []

@@ -168,20 +168,26 @@ class WindowLease:
         if not self._shares:
             return
         assert num_pages <= self.end, f"{num_pages} pages committed, {self.end} of window state"
-        first = max(self._low, self._right_from)
-        for part, start, stop in _parts(node, node_end, first, num_pages):
-            self._attach(part, start, stop, max(first, start), min(num_pages, stop))
+        self._join_tree(node, node_end, num_pages)
         self._mark(node, node_end, before, num_pages)
 
     def close(self, node: Node, node_end: int) -> None:
         """Keep the tail of what is committed, and let go of everything else."""
         if self._shares and self.committed:
+            # Where the tree had a page of its own, which has been evicted since.
+            self._join_tree(node, node_end, self.committed)
             self._want(node, node_end, (self.committed,), is_end=True)
         self._let_go(self.end)
 
     def stop_sharing(self) -> None:
         """From now on nothing joins the tree."""
         self._shares = False
+
+    def _join_tree(self, node: Node, node_end: int, num_pages: int) -> None:
+        """Own pages before `num_pages` that the tree has no window state of join it."""
+        first = max(self._low, self._right_from)
+        for part, start, stop in _parts(node, node_end, first, num_pages):
+            self._attach(part, start, stop, max(first, start), min(num_pages, stop))
 
     def _attach(self, node: Node, start: int, stop: int, first: int, last: int) -> None:
         """Give own pages `first` ... `last` - 1 to the node, which has pages `start` ... `stop`."""

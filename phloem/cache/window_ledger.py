@@ -132,8 +132,9 @@ class WindowLedger:
         return len(victims)
 
     def forget(self) -> None:
-        """Drop all that nobody locks, uncounted: a flush."""
+        """Drop all that nobody locks, uncounted, and every tail: a flush."""
         before = self.evicted_pages
+        self.tails.forget()
         self.evict(self.evictable_pages)
         self.evicted_pages = before
 
@@ -153,7 +154,8 @@ class WindowLedger:
     def turn_back(self, ends: list[tuple[Node, Node | None]]) -> None:
         """They have left: what they hung on, or what is left of them, may be a leaf now."""
         for node, parent in ends:
-            end = node if node.refs else node.parent or parent
+            is_here = node.parent is not None and node.refs
+            end = node if is_here else node.parent or parent
             page = ABSENT if end is None else path_end(end)
             if page != ABSENT:
                 self.tails.turn_back(page)
