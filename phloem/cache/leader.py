@@ -199,14 +199,15 @@ class Leader:
         end = ABSENT if self.window is None else path_end(node)
         grown = cast("Node | None", self.log.append(command))
         if end != ABSENT and self.window is not None:
-            self.window.tails.reconsider(end, used=True)
+            self.window.tails.go_on(end)
         return grown or node
 
     def adopt(self, node: Node, refs: bytes) -> None:
         """A request's own pages are those of `node`, which was on the host alone."""
         self.host.adopt(node, refs)
-        if self.window is not None and node.parent is not None:
-            self.window.ends_anew(node.parent, used=True)
+        end = ABSENT if self.window is None or node.parent is None else path_end(node.parent)
+        if end != ABSENT and self.window is not None:
+            self.window.tails.go_on(end)
 
     def flush(self) -> int:
         """Drop all that can be, make the rest unfindable; returns the pages still in use."""
@@ -275,11 +276,10 @@ class Leader:
                 self.ages.happened("evicted", "device", node.last_access, node.num_pages)
             self.evicted_pages += node.num_pages
             self.demoted_pages += node.num_pages
-            if self.window is not None:
-                self.window.leave([(node, node.num_pages)])
+            ends = [] if self.window is None else self.window.leave([(node, node.num_pages)])
             self._note_freed(self.host.demote(node))
             if self.window is not None:
-                self.window.ends_anew(parent, used=False)
+                self.window.turn_back(ends)
             node = parent
 
     def _may_demote(self, node: Node) -> bool:
@@ -298,8 +298,7 @@ class Leader:
             return self._drop_victims(victims)
         ends = self.window.leave(victims)
         gone = self._drop_victims(victims)
-        for node, parent in ends:
-            self.window.ends_anew(node if node.refs else node.parent or parent, used=False)
+        self.window.turn_back(ends)
         return gone
 
     def _drop_victims(self, victims: list[tuple[Node, int]]) -> tuple[bytes, bytes]:

@@ -188,6 +188,11 @@ class PrefixCache:
         assert isinstance(fresh, WindowMatch), "the match is of another cache"
         return plan_admission(fresh, load_pages=0, restart=False).room_left(ledger)
 
+    def window_slack(self) -> int:
+        """Window pages that could be had now without giving up any tail."""
+        ledger = self.leader.window
+        return 0 if ledger is None else ledger.free_pages + ledger.tails.num_leftovers
+
     def can_extend_window(self, num_pages: int) -> bool:
         """Whether running requests can take so many more window pages."""
         return num_pages <= self.window_room()

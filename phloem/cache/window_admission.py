@@ -53,8 +53,6 @@ class WindowAdmission:
 
     def lease(self, ledger: WindowLedger, *, shares: bool) -> WindowLease:
         """Lock, and take pages for, what `check_room` has found room for."""
-        if ABSENT not in self.held:
-            ledger.tails.want(self.held, is_end=True)
         return WindowLease(ledger, self.begin, self.held, self.load_slots, shares=shares)
 
 
@@ -98,7 +96,8 @@ def _restart(match: WindowMatch) -> WindowAdmission:
 def _load(match: WindowMatch, length: int) -> WindowAdmission:
     low = max(0, length - match.tail_pages)
     cached = min(length, match.full_pages)
-    here = match.window_refs()[low:cached].tolist() + [ABSENT] * (length - cached)
+    here = match.window_refs()[low:cached].tolist()
+    here += [ABSENT] * (length - low - len(here))
     slots = match.window_slots()[low:length].tolist()
     begin = LeaseStart(
         start=length,
@@ -110,7 +109,7 @@ def _load(match: WindowMatch, length: int) -> WindowAdmission:
     return WindowAdmission(
         match=match.ending_at(cached),
         begin=begin,
-        held=tuple(here[: length - low]),
+        held=tuple(here),
         load_slots=tuple(s for s, ref in zip(slots, here, strict=True) if ref == ABSENT),
         load_pages=length - cached,
     )

@@ -113,10 +113,8 @@ def _tails(ledger: WindowLedger) -> Iterator[str]:
     """Tails consist of pages of the tree; the unlocked pages of none are the leftovers."""
     needs: set[int] = set()
     names = set()
-    for kind, tail in ledger.tails.in_order():
-        if kind is not tail.kind:
-            yield f"the tail of {tail.pages[-1]} is filed in another class"
-        if kind is not ledger.tails.kind_of(tail):
+    for tail in ledger.tails.tails():
+        if tail.kind is not ledger.tails.kind_of(tail):
             yield f"the tail of {tail.pages[-1]} has another class by now"
         if not set(tail.pages) <= ledger.state.home.keys():
             yield f"the tail of {tail.pages[-1]} has pages that are not in the tree"

@@ -22,6 +22,7 @@ import numpy as np
 
 from phloem.cache.components import ABSENT
 from phloem.cache.node import REF_DTYPE, Node
+from phloem.cache.window_eviction import Tail
 from phloem.cache.window_ledger import WindowLedger
 from phloem.cache.window_match import runs_of
 from phloem.core.refs import PageRefs
@@ -49,6 +50,7 @@ class WindowLease:
 
     __slots__ = (
         "_ends",
+        "_last",
         "_ledger",
         "_load_slots",
         "_loaded",
@@ -92,6 +94,9 @@ class WindowLease:
         self._own = np.zeros(self.end, np.bool_)
         self._load_slots = array("q", load_slots).tobytes()
         self._loaded = b""
+        self._last: Tail | None = None  # the last end that was wanted of this path
+        if ABSENT not in held:
+            self._last = ledger.tails.want(tuple(held), is_end=True)
         ledger.lock([page for page in held if page != ABSENT])
         if load_slots:
             ledger.hold(self._load_slots)
@@ -163,20 +168,26 @@ class WindowLease:
         if not self._shares:
             return
         assert num_pages <= self.end, f"{num_pages} pages committed, {self.end} of window state"
-        first = max(self._low, self._right_from)
-        for part, start, stop in _parts(node, node_end, first, num_pages):
-            self._attach(part, start, stop, max(first, start), min(num_pages, stop))
+        self._join_tree(node, node_end, num_pages)
         self._mark(node, node_end, before, num_pages)
 
     def close(self, node: Node, node_end: int) -> None:
         """Keep the tail of what is committed, and let go of everything else."""
         if self._shares and self.committed:
+            # Where the tree had a page of its own, which has been evicted since.
+            self._join_tree(node, node_end, self.committed)
             self._want(node, node_end, (self.committed,), is_end=True)
         self._let_go(self.end)
 
     def stop_sharing(self) -> None:
         """From now on nothing joins the tree."""
         self._shares = False
+
+    def _join_tree(self, node: Node, node_end: int, num_pages: int) -> None:
+        """Own pages before `num_pages` that the tree has no window state of join it."""
+        first = max(self._low, self._right_from)
+        for part, start, stop in _parts(node, node_end, first, num_pages):
+            self._attach(part, start, stop, max(first, start), min(num_pages, stop))
 
     def _attach(self, node: Node, start: int, stop: int, first: int, last: int) -> None:
         """Give own pages `first` ... `last` - 1 to the node, which has pages `start` ... `stop`."""
@@ -209,7 +220,9 @@ class WindowLease:
             )
             pages = tuple(array("q", packed))
             if ABSENT not in pages:
-                self._ledger.tails.want(pages, is_end=is_end)
+                before = self._last if is_end else None
+                wanted = self._ledger.tails.want(pages, is_end=is_end, before=before)
+                self._last = wanted if is_end else self._last
 
     def _let_go(self, low: int) -> None:
         table, own = self._table[self._low : low], self._own[self._low : low]

@@ -132,15 +132,16 @@ class WindowLedger:
         return len(victims)
 
     def forget(self) -> None:
-        """Drop all that nobody locks, uncounted: a flush."""
+        """Drop all that nobody locks, uncounted, and every tail: a flush."""
         before = self.evicted_pages
+        self.tails.forget()
         self.evict(self.evictable_pages)
         self.evicted_pages = before
 
     def leave(self, victims: list[tuple[Node, int]]) -> list[tuple[Node, Node | None]]:
         """Last pages of nodes are about to leave the device: their window state goes with them.
 
-        Returns the nodes and their parents, for `ends_anew` afterwards.
+        Returns the nodes and their parents, for `turn_back` afterwards.
         """
         for node, num_pages in victims:
             refs = node.extra[0].refs
@@ -150,12 +151,14 @@ class WindowLedger:
                 self._note_freed(array("q", gone).tobytes())
         return [(node, node.parent) for node, _ in victims]
 
-    def ends_anew(self, node: Node | None, *, used: bool) -> None:
-        """What follows a node has changed."""
-        if node is not None and node.parent is not None:
-            page = path_end(node)
+    def turn_back(self, ends: list[tuple[Node, Node | None]]) -> None:
+        """They have left: what they hung on, or what is left of them, may be a leaf now."""
+        for node, parent in ends:
+            is_here = node.parent is not None and node.refs
+            end = node if is_here else node.parent or parent
+            page = ABSENT if end is None else path_end(end)
             if page != ABSENT:
-                self.tails.reconsider(page, used=used)
+                self.tails.turn_back(page)
 
     def stats(self) -> WindowStats:
         """A snapshot of all counters."""

@@ -31,7 +31,7 @@ from phloem.core.errors import ConfigError
 __all__ = ["run"]
 
 # Benches that need no server: `phloem.bench.NAME.run(quick=...)`.
-MICRO = ("tree", "sched", "stores", "kernels", "tiers")
+MICRO = ("tree", "sched", "stores", "kernels", "tiers", "window")
 
 _HELP = """\
 usage: phloem bench WHAT [flags]
@@ -44,6 +44,7 @@ usage: phloem bench WHAT [flags]
   stores   the segment store against raw I/O and one file per page
   kernels  the native kernels against PyTorch's
   tiers    copies, storage, overlap, and time to first token by tier (minutes; --quick: less)
+  window   sliding windows: memory, hits, bytes copied, decode time (minutes; --quick: less)
 
 Every bench prints a table (stderr) and, as the last line of stdout, one JSON document.
 

@@ -13,18 +13,21 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from phloem.cache import WindowConfig
 from phloem.cli.screen import progress_bar
 from phloem.config import CacheOptions, Config, ModelOptions, SchedulerOptions
 from phloem.config.flags import FlagParser, add_settings, build_settings, given_settings
 from phloem.config.setting import setting, validate
 from phloem.core.errors import ConfigError
 from phloem.core.request import OutputChunk
+from phloem.kv.sizing import default_checkpoint, pages_for_tokens
 from phloem.loop import EngineLoop
 from phloem.sim import (
     ReplayReport,
     ReplayTarget,
     TraceError,
     TraceRequest,
+    pages_of,
     read_trace,
     replay,
     simulated_target,
@@ -48,6 +51,9 @@ TIER_FIELDS = {
     "loaded_pages": "loaded",
     "full_copy_pages": "full copy",
 }
+# With sliding-window layers.
+WINDOW_FIELDS = {"window_evicted_pages": "windows out", "restarts": "restarts"}
+_ALL_FIELDS = FIELDS | TIER_FIELDS | WINDOW_FIELDS
 
 _EPILOG = """\
 A trace is a file of JSON lines with input_length, output_length, hash_ids and timestamp (ms): equal
@@ -57,6 +63,7 @@ examples:
   phloem replay conversation.jsonl                 with room for everything
   phloem replay *.jsonl --pages 4096 --policy lpm
   phloem replay conversation.jsonl --json | tail -1
+  phloem replay conversation.jsonl --window 1024 --window-pages 2048
 """
 
 
@@ -74,6 +81,16 @@ class ReplayOptions:
             "write-through-selective": "write_through_selective",
             "write-back": "write_back",
         },
+    )
+    window: int | None = setting(
+        None, "tokens of a sliding window that some layers have, the token itself included", low=1
+    )
+    window_layers: int = setting(24, "layers with that window: how far a restart goes back", low=1)
+    window_pages: int | None = setting(
+        None, "pages of their pool; default: as many as of the other layers' pool", low=1
+    )
+    window_checkpoint: int | None = setting(
+        None, "tokens between kept tails; 0: ends only; default: 8 windows, least 2048", low=0
     )
     policy: Literal["lpm", "fcfs", "hrrn", "routing_key"] = setting(
         "lpm", "order of the queue", spellings={"routing-key": "routing_key"}
@@ -103,8 +120,7 @@ def run(argv: Sequence[str]) -> int:
     add_settings(parser, ReplayOptions, title="replay")
     args = parser.parse_args(argv)
     options = build_settings(ReplayOptions, given_settings(args))
-    if options.model is not None and options.host_pages:
-        raise ConfigError("--host-pages sizes the simulated host tier: leave it out with --model")
+    _check(options)
     paths = [Path(name) for name in args.traces]
     if len(set(paths)) < len(paths):
         raise ConfigError("a trace is named twice")
@@ -114,6 +130,18 @@ def run(argv: Sequence[str]) -> int:
     if args.json:
         print(json.dumps(_document(reports)), flush=True)
     return 0
+
+
+def _check(options: ReplayOptions) -> None:
+    """Raise ConfigError if settings contradict each other."""
+    if options.model is not None and options.host_pages:
+        raise ConfigError("--host-pages sizes the simulated host tier: leave it out with --model")
+    if options.model is not None and options.window is not None:
+        raise ConfigError("--window is of a simulated model: leave it out with --model")
+    if options.window is None and options.window_pages is not None:
+        raise ConfigError("--window-pages needs --window: which layers keep how many tokens")
+    if options.host_pages and options.pages is None:
+        raise ConfigError("--host-pages is of use behind a limited pool: give --pages as well")
 
 
 def _read(path: Path, options: ReplayOptions) -> list[TraceRequest]:
@@ -138,26 +166,34 @@ def _play(path: Path, trace: list[TraceRequest], options: ReplayOptions) -> Repl
             return _play_real(trace, options, on_progress)
         return replay(
             trace,
-            num_pages=options.pages,
-            policy=options.policy,
             page_size=options.page_size,
-            target=_with_host(options),
+            target=_simulated(trace, options),
             timed=options.timed,
             on_progress=on_progress,
         )
 
 
-def _with_host(options: ReplayOptions) -> ReplayTarget | None:
-    if not options.host_pages:
-        return None
-    if options.pages is None:
-        raise ConfigError("--host-pages is of use behind a limited pool: give --pages as well")
+def _simulated(trace: list[TraceRequest], options: ReplayOptions) -> ReplayTarget:
+    size = options.page_size
+    num_pages = options.pages or pages_of(trace, max_tokens=1, page_size=size)
+    window = None
+    if options.window is not None:
+        checkpoint = options.window_checkpoint
+        if checkpoint is None:
+            checkpoint = default_checkpoint(options.window)
+        window = WindowConfig(
+            tokens=options.window,
+            layers=options.window_layers,
+            pages=(options.window_pages or num_pages,),
+            checkpoint=pages_for_tokens(checkpoint, size),
+        )
     return simulated_target(
-        num_pages=options.pages,
+        num_pages=num_pages,
         policy=options.policy,
-        page_size=options.page_size,
+        page_size=size,
         host_pages=options.host_pages,
         write_policy=options.write_policy,
+        window=window,
     )
 
 
@@ -210,7 +246,11 @@ def _play_real(
 def _table(reports: dict[str, ReplayReport]) -> Table:
     table = Table(header_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("trace", overflow="fold")
-    labels = FIELDS | (TIER_FIELDS if any(r.written_pages for r in reports.values()) else {})
+    labels = {**FIELDS} | (TIER_FIELDS if any(r.written_pages for r in reports.values()) else {})
+    if any(report.restarts for report in reports.values()):
+        labels |= {"restarts": WINDOW_FIELDS["restarts"]}
+    if not any(report.refused for report in reports.values()):
+        del labels["refused"]
     for label in labels.values():
         table.add_column(label, justify="right", no_wrap=True)
     for path, report in reports.items():
@@ -236,10 +276,10 @@ def _document(reports: dict[str, ReplayReport]) -> dict[str, Any]:
 
 
 def _fields(report: ReplayReport) -> dict[str, int | float]:
-    return {name: getattr(report, name) for name in FIELDS | TIER_FIELDS}
+    return {name: getattr(report, name) for name in _ALL_FIELDS}
 
 
 def _total(reports: dict[str, ReplayReport]) -> dict[str, int | float]:
-    sums = {name: sum(getattr(r, name) for r in reports.values()) for name in FIELDS | TIER_FIELDS}
+    sums = {name: sum(getattr(r, name) for r in reports.values()) for name in _ALL_FIELDS}
     sums["hit_rate"] = sums["cached_tokens"] / max(sums["prompt_tokens"], 1)
     return sums

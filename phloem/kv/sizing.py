@@ -22,6 +22,7 @@ __all__ = [
     "pool_pages",
     "pool_pages_beside",
     "tail_pages",
+    "window_chunk_pages",
 ]
 
 # A cached prefix is taken to be this long where its end alone keeps a tail.
@@ -31,6 +32,9 @@ CHECKPOINT_WINDOWS = 8
 LEAST_CHECKPOINT = 2048
 # What runs may claim no more than this part of the memory before cached prefixes have theirs.
 MOST_FOR_RUNNING = 0.25
+# A chunk takes so many window pages whatever has to go for them, and more where nothing has to.
+LEAST_CHUNK_TOKENS = 512
+CHUNK_PARTS = 64  # of the pool
 # Pages of a spine cost the worker nothing and the tree some hundred bytes each.
 MOST_SPINE_PAGES = 64  # per window page
 
@@ -65,6 +69,15 @@ def least_window_pages(window: int, page_size: int) -> int:
     return tail_pages(window, page_size) + 2
 
 
+def window_chunk_pages(num_pages: int, page_size: int) -> int:
+    """How many pages of a window pool a chunk may take from the tails of cached prefixes.
+
+    A prompt passes through all of its pages, and only the last ones are worth keeping: chunks as
+    long as a step allows would cost the tails of many others for nothing.
+    """
+    return max(1, pages_for_tokens(LEAST_CHUNK_TOKENS, page_size), num_pages // CHUNK_PARTS)
+
+
 def default_checkpoint(window: int) -> int:
     """How many tokens lie between two checkpoints where nobody has said so."""
     return max(CHECKPOINT_WINDOWS * window, LEAST_CHECKPOINT)
@@ -90,7 +103,8 @@ def pool_pages(specs: Sequence[KVSpec], budget_bytes: int, demand: PoolDemand) -
         pages = budget_bytes // window.page_bytes
         return _spine_pages(window, pages, demand), pages
     share = _share(window, demand)
-    num_full = int(budget_bytes // (full.page_bytes + share * window.page_bytes))
+    rest_bytes = budget_bytes - _reserve(window, demand) * window.page_bytes
+    num_full = int(max(0, rest_bytes) // (full.page_bytes + share * window.page_bytes))
     num_window = (budget_bytes - num_full * full.page_bytes) // window.page_bytes
     least = _floor(window, demand)
     if demand.ratio is None:
@@ -112,7 +126,7 @@ def pool_pages_beside(
     window = specs[1]
     if not specs[0].page_bytes:
         return _spine_pages(window, num_pages, demand), num_pages
-    wanted = int(num_pages * _share(window, demand))
+    wanted = int(num_pages * _share(window, demand)) + _reserve(window, demand)
     if demand.ratio is None:
         bound = int(num_pages * MOST_FOR_RUNNING)
         wanted = max(wanted, min(bound, _running(window, demand)))
@@ -123,9 +137,19 @@ def _share(window: KVSpec, demand: PoolDemand) -> float:
     """Window pages per full page."""
     if demand.ratio is not None:
         return demand.ratio
-    tail = tail_pages(_retention(window), window.page_size)
+    # One more than the tail: a prompt of whole pages has two ends, of itself and of a repeat.
+    tail = tail_pages(_retention(window), window.page_size) + 1
     apart = min(SESSION_TOKENS, demand.max_model_len, demand.checkpoint or SESSION_TOKENS)
-    return min(1.0, tail / pages_for_tokens(apart, window.page_size))
+    share = tail / pages_for_tokens(apart, window.page_size)
+    return min(1.0, share * (1 + 2 / CHUNK_PARTS))  # one chunk in flight and one planned
+
+
+def _reserve(window: KVSpec, demand: PoolDemand) -> int:
+    """Pages of two chunks of the least size, beside the tails."""
+    if demand.ratio is not None or not demand.max_prefill_tokens:
+        return 0
+    chunk = min(LEAST_CHUNK_TOKENS, demand.max_prefill_tokens, demand.max_model_len)
+    return 2 * pages_for_tokens(chunk, window.page_size)
 
 
 def _floor(window: KVSpec, demand: PoolDemand) -> int:

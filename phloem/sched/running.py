@@ -82,11 +82,13 @@ class RunningSet:
         return None
 
     def loads_of(self, rows: Iterable[RowPlan]) -> tuple[int, ...]:
-        """Loads in flight whose pages these rows read."""
-        if self._tiers is None:
+        """Transfers in flight that bring pages which these rows read."""
+        tiers = self._tiers
+        if tiers is None:
             return ()
         requests = (self._by_serial[row.serial] for row in rows)
-        return tuple(r.load_id for r in requests if r.load_id is not None)
+        loads = (r.load_id for r in requests if r.load_id is not None)
+        return tuple(transfer for load in loads for transfer in tiers.transfers_of(load))
 
     def stop(self, request: RequestState, phase: Phase) -> None:
         """Give back row, locks and pages; what is committed stays in the tree."""

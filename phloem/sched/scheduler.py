@@ -317,8 +317,8 @@ class Scheduler:
             admitted=admitted,
             table_updates=table_updates,
             released=released,
-            freed_pages=self._freed_pages(),
-            freed_window_pages=self.cache.take_freed_window(),
+            freed_pages=self._not_loaded(self.cache.take_freed(), 0),
+            freed_window_pages=self._not_loaded(self.cache.take_freed_window(), 1),
             loads=self._running.loads_of(rows),
         )
         self._counters.steps += 1
@@ -326,12 +326,11 @@ class Scheduler:
         self._in_flight.append(plan)
         return plan
 
-    def _freed_pages(self) -> PageRefs:
+    def _not_loaded(self, freed: PageRefs, component: int) -> PageRefs:
         """For tests: pages to poison, but for those that a load may be writing to by now."""
-        freed = self.cache.take_freed()
         if self.tiers is None or not len(freed):
             return freed
-        return freed[~np.isin(freed, self.tiers.take_destinations())]
+        return freed[~np.isin(freed, self.tiers.take_destinations(component))]
 
     def _view(self) -> PolicyView:
         return PolicyView(

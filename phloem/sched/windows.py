@@ -17,16 +17,13 @@ from typing import TYPE_CHECKING
 
 from phloem.cache import Match, WindowMatch
 from phloem.core.errors import ConfigError
-from phloem.kv.sizing import least_window_pages, pages_for_tokens
+from phloem.kv.sizing import least_window_pages, pages_for_tokens, window_chunk_pages
 from phloem.sched.state import Phase, RequestState
 
 if TYPE_CHECKING:
     from phloem.cache import PrefixCache, WindowConfig
 
 __all__ = ["WindowBudget", "first_to_compute"]
-
-# The part of the pool that chunks of one step may be promised when others are let in.
-MOST_FOR_CHUNKS = 4  # a quarter
 
 
 def first_to_compute(match: Match) -> int:
@@ -47,20 +44,20 @@ class WindowBudget:
         window = cache.window
         self.enabled = window is not None
         self.total_pages = 0
-        self._steady = 0
+        self._steady = self._least_chunk = 0
         if window is not None:
             self._set_up(window, max_model_len)
 
     def _set_up(self, window: WindowConfig, max_model_len: int) -> None:
         self.total_pages = sum(window.pages)
         self._steady = least_window_pages(window.tokens, self._page_size)
+        self._least_chunk = window_chunk_pages(self.total_pages, self._page_size)
         longest = min(max_model_len, self._cache.total_pages * self._page_size)
         least = self.needs(longest)
         if self.total_pages < least:
             raise ConfigError(
                 f"a window of {window.tokens} tokens needs {least} window pages of "
-                f"{self._page_size} tokens, the pool has {self.total_pages}; raise --kv-memory or "
-                "--window-pool-ratio"
+                f"{self._page_size} tokens, their pool has {self.total_pages}: give it more"
             )
 
     def needs(self, num_positions: int) -> int:
@@ -89,15 +86,16 @@ class WindowBudget:
         window = request.reservation.window
         assert window is not None, f"{request.request_id} has no window pages"
         start = request.num_planned
-        end_page = window.end + self._cache.window_room()
+        # Half of what nobody would miss: the next chunk is planned before this one lets go of it.
+        chunk = max(self._least_chunk, self._cache.window_slack() // 2)
+        end_page = window.end + min(chunk, self._cache.window_room())
         if end_page >= pages_for_tokens(start + count, self._page_size):
             return count
         return max(0, end_page * self._page_size - start)
 
     def _chunk_pages(self, prefill_tokens: int) -> int:
         tokens = min(prefill_tokens, self._max_prefill_tokens)
-        pages = pages_for_tokens(tokens, self._page_size)
-        return min(pages, self.total_pages // MOST_FOR_CHUNKS)
+        return min(pages_for_tokens(tokens, self._page_size), self._least_chunk)
 
 
 def _held(request: RequestState) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from phloem.sim.cost import CostModel, CostWorker
 from phloem.sim.fake_worker import FakeWorker
 from phloem.sim.models import NextToken, cold, hash_model, scripted_model
-from phloem.sim.replay import ReplayReport, ReplayTarget, replay, simulated_target
+from phloem.sim.replay import ReplayReport, ReplayTarget, pages_of, replay, simulated_target
 from phloem.sim.traces import TraceError, TraceRequest, read_trace, trace_tokens
 from phloem.sim.transfers import SimStorage, SimTransfers, TransferCosts
 from phloem.sim.window import FakeWindow, PageFault
@@ -26,6 +26,7 @@ __all__ = [
     "TransferCosts",
     "cold",
     "hash_model",
+    "pages_of",
     "read_trace",
     "replay",
     "scripted_model",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from phloem.cache import HostTier, PrefixCache
+from phloem.cache import HostTier, PrefixCache, WindowConfig
 from phloem.core.clock import VirtualClock
 from phloem.core.errors import BadRequest, EngineDead
 from phloem.core.namespace import make_namespace
@@ -27,7 +27,15 @@ from phloem.sim.transfers import SimTransfers
 from phloem.tiers import TierConfig, TierController
 from phloem.tiers.config import is_exclusive
 
-__all__ = ["LoopFactory", "ReplayReport", "ReplayTarget", "replay", "simulated_target"]
+__all__ = [
+    "Emit",
+    "LoopFactory",
+    "ReplayReport",
+    "ReplayTarget",
+    "pages_of",
+    "replay",
+    "simulated_target",
+]
 
 Emit: TypeAlias = Callable[[Sequence[OutputChunk]], None]
 LoopFactory: TypeAlias = Callable[[Emit], EngineLoop]
@@ -52,6 +60,8 @@ class ReplayReport:
     prompt_tokens: int
     cached_tokens: int
     evicted_pages: int
+    window_evicted_pages: int  # of sliding-window layers alone
+    restarts: int  # requests that began before the end of what other layers had
     host_tokens: int  # of the cached ones: loaded from the host
     written_pages: int  # copied to the host
     loaded_pages: int  # copied back
@@ -73,19 +83,25 @@ def simulated_target(
     cost: CostModel | None = None,
     host_pages: int = 0,
     write_policy: str = "write_through",
+    window: WindowConfig | None = None,
 ) -> ReplayTarget:
     """The real loop, scheduler, cache and tiers over a worker that computes nothing."""
 
     def make_loop(emit: Emit) -> EngineLoop:
         clock = VirtualClock()
         host = HostTier(pages=host_pages, exclusive=is_exclusive(num_pages, host_pages))
-        cache = PrefixCache(page_size=page_size, num_pages=(num_pages,), host=host)
+        cache = PrefixCache(page_size=page_size, num_pages=(num_pages,), host=host, window=window)
         tiers = None
         if host_pages:
             transfers = SimTransfers(clock, num_host_pages=host_pages)
+            if window is not None:
+                transfers.add_window(num_host_pages=window.host_pages)
             tiers = TierController(cache, transfers, clock, TierConfig(write_policy=write_policy))
         config = SchedulerConfig(
-            max_model_len=_NO_LIMIT, max_queued=_NO_LIMIT, policy=policy, max_prefill_tokens=16384
+            max_model_len=_NO_LIMIT,
+            max_queued=_NO_LIMIT,
+            policy=policy,
+            max_prefill_tokens=16384,
         )
         worker = CostWorker(clock, cost)
         if tiers is not None:
@@ -115,8 +131,8 @@ def replay(
     requests = list(trace)
     if target is None:
         if num_pages is None:
-            num_pages = sum(_most_pages(request, max_tokens, page_size) for request in requests)
-        target = simulated_target(num_pages=max(1, num_pages), policy=policy, page_size=page_size)
+            num_pages = pages_of(requests, max_tokens=max_tokens, page_size=page_size)
+        target = simulated_target(num_pages=num_pages, policy=policy, page_size=page_size)
     run = _Run(requests, target, max_tokens=max_tokens, on_progress=on_progress)
     return run.by_arrival_times() if timed else run.one_after_another()
 
@@ -129,6 +145,15 @@ def _moved(stats: EngineStats, before: EngineStats, kind: TransferKind) -> int:
         return sum(way.pages_total for way in ways if way.kind == kind.value)
 
     return total(stats) - total(before)
+
+
+def _window_evicted(stats: EngineStats) -> int:
+    return 0 if stats.cache.window is None else stats.cache.window.evicted_pages_total
+
+
+def pages_of(trace: Iterable[TraceRequest], *, max_tokens: int | None, page_size: int) -> int:
+    """Pages of a pool that never evicts while the trace is played."""
+    return max(1, sum(_most_pages(request, max_tokens, page_size) for request in trace))
 
 
 def _most_pages(request: TraceRequest, max_tokens: int | None, page_size: int) -> int:
@@ -234,6 +259,8 @@ class _Run:
             prompt_tokens=sum(request.num_prompt_tokens for request, _ in served),
             cached_tokens=sum(cached for _, cached in served),
             evicted_pages=stats.cache.evicted_pages_total - before.cache.evicted_pages_total,
+            window_evicted_pages=_window_evicted(stats) - _window_evicted(before),
+            restarts=stats.restarts_total - before.restarts_total,
             host_tokens=stats.cached_tokens_total.host - before.cached_tokens_total.host,
             written_pages=_moved(stats, before, TransferKind.BACKUP_HOST),
             loaded_pages=_moved(stats, before, TransferKind.LOAD_BACK),

@@ -6,6 +6,7 @@ from phloem.tiers.config import PREFETCH_POLICIES, WRITE_POLICIES, TierConfig
 from phloem.tiers.controller import LoadEnd, StorageKeys, TierController
 from phloem.tiers.cost import CostModel, Forced
 from phloem.tiers.decisions import Choice, Decision, Decisions, StorageWay
+from phloem.tiers.windows import RestorableLengths
 
 __all__ = [
     "PREFETCH_POLICIES",
@@ -16,6 +17,7 @@ __all__ = [
     "Decisions",
     "Forced",
     "LoadEnd",
+    "RestorableLengths",
     "StorageKeys",
     "StorageWay",
     "TierConfig",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 
-from phloem.cache import Match
+from phloem.cache import Match, WindowMatch
 from phloem.core.transfer import TransferKind
 from phloem.tiers.cost import CostModel, LoadChoice
 from phloem.tiers.decisions import Choice, Decision, Decisions, StorageWay
+from phloem.tiers.windows import ways_to_begin
 
 __all__ = ["LoadChooser"]
 
@@ -60,8 +61,22 @@ class LoadChooser:
         self._note(request_id, match, num_tokens, storage, none, way, HAS_FAILED)
 
     def _ask(self, match: Match, num_tokens: int) -> LoadChoice:
+        if isinstance(match, WindowMatch):
+            return self._ask_of_windows(match, num_tokens)
         reached = (match.num_pages + match.host_pages) * self._page_size
         return self._cost.choose_load(match.host_pages, num_tokens - reached)
+
+    def _ask_of_windows(self, match: WindowMatch, num_tokens: int) -> LoadChoice:
+        """What is not loaded may be begun lower down instead of where the device match ends."""
+        cost, ways = self._cost, ways_to_begin(match)
+        way = cost.choose_way(ways, num_tokens)
+        longest = max(ways, key=lambda each: each.start if each.loads else -1)
+        return LoadChoice(
+            pages=way.start // self._page_size - match.num_pages if way.loads else 0,
+            chosen_s=cost.seconds(way, num_tokens),
+            load_all_s=cost.seconds(longest, num_tokens),
+            recompute_s=cost.seconds(ways[0], num_tokens),
+        )
 
     def _note(
         self,

@@ -12,24 +12,24 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
-from phloem.cache import Ages, Match, PrefixCache, Reservation
+from phloem.cache import Ages, Match, PrefixCache, Reservation, WindowMatch
 from phloem.cache.node import Node
 from phloem.core.clock import Clock
-from phloem.core.refs import NO_REFS, PageRefs
+from phloem.core.refs import PageRefs
 from phloem.core.stats import TierStats, TransferStats
-from phloem.core.transfer import TransferKind, TransferResult, Transfers
+from phloem.core.transfer import TransferKind, Transfers
 from phloem.kv.keys import KeyFacts
 from phloem.tiers.backups import HostBackups
 from phloem.tiers.chooser import LoadChooser
 from phloem.tiers.config import TierConfig
 from phloem.tiers.cost import CostModel
 from phloem.tiers.decisions import Decisions, StorageWay
-from phloem.tiers.flights import Flights
+from phloem.tiers.flights import Flights, Holds
 from phloem.tiers.keys import Links
+from phloem.tiers.loads import LoadEnd, Loads
 from phloem.tiers.prefetch import Prefetches
 from phloem.tiers.reuse import Reuse
+from phloem.tiers.windows import RestorableLengths, WindowTiers
 from phloem.tiers.writes import StorageWrites
 
 __all__ = ["LoadEnd", "StorageKeys", "TierController"]
@@ -45,14 +45,6 @@ class StorageKeys:
 
     facts: KeyFacts
     attached: Callable[[], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadEnd:
-    """A load has ended; `ok`: all its pages are on the device."""
-
-    id: int
-    ok: bool
 
 
 class TierController:
@@ -76,8 +68,15 @@ class TierController:
         self._cache = cache
         self._clock = clock
         self._page_size = cache.page_size
-        self._flights = Flights(transfers, (cache.leader.host,), self.cost)
-        reuse = Reuse(config.selective_threshold)
+        window_host = cache.leader.window_host
+        hosts: tuple[Holds, ...] = (cache.leader.host,)
+        self._flights = Flights(
+            transfers, hosts if window_host is None else (*hosts, window_host), self.cost
+        )
+        self._windows = None  # of models with windows
+        if window_host is not None:
+            self._windows = WindowTiers(cache, window_host, self._flights)
+        self._reuse = reuse = Reuse(config.selective_threshold)
         self._backups = HostBackups(
             cache,
             self._flights,
@@ -88,9 +87,7 @@ class TierController:
         )
         self._ages = Ages()
         cache.leader.ages = cache.leader.host.ages = self._ages
-        self._ended: list[LoadEnd] = []
-        self._destinations: list[PageRefs] = []  # of loads since the last plan
-        self._load_failures = 0
+        self._loads = Loads(cache, self._flights)
         self._writes: StorageWrites | None = None
         self._prefetches: Prefetches | None = None
         self._storage = storage
@@ -101,7 +98,11 @@ class TierController:
     # For the scheduler.
 
     def loadable_pages(self, request_id: str, match: Match, num_tokens: int) -> int:
-        """How many of the match's host pages to load for a request of `num_tokens` in all."""
+        """How many of the match's host pages to load for a request of `num_tokens` in all.
+
+        With windows, how many pages beyond the match's device pages a load is to reach: 0 where a
+        shorter match, or a restart lower down, is expected to be sooner.
+        """
         return self._chooser.choose(request_id, match, num_tokens, self._storage_way(request_id))
 
     def gives_up_loading(self, request_id: str, match: Match, num_tokens: int) -> None:
@@ -116,11 +117,24 @@ class TierController:
     def _storage_way(self, request_id: str) -> StorageWay | None:
         return None if self._prefetches is None else self._prefetches.look(request_id)
 
+    def restorable_lengths(self, match: Match, request_id: str = "") -> RestorableLengths:
+        """After how many pages of a prompt one could go on, tier by tier; of storage, what a queued
+        request has learnt of it."""
+        stored: tuple[int, ...] = ()
+        if self._prefetches is not None:
+            stored = self._prefetches.restorable_lengths(request_id)
+        if isinstance(match, WindowMatch):
+            device, host = match.valid_lengths, match.loadable_lengths
+            return RestorableLengths(device=tuple(device), host=tuple(host), storage=stored)
+        everything = tuple(range(match.num_pages + match.host_pages + 1))
+        return RestorableLengths(
+            device=everything[: match.num_pages + 1], host=everything, storage=stored
+        )
+
     def queued(self, request_id: str, match: Match) -> None:
         """A request waits: what storage has of it is brought to the host meanwhile."""
         if self._prefetches is not None:
-            known = match.num_pages + match.host_pages
-            self._prefetches.begin(request_id, match.namespace, match.tokens, known)
+            self._prefetches.begin(request_id, match)
 
     def may_start(self, request_id: str) -> bool:
         """False: its pages are on their way from storage, and worth the wait."""
@@ -136,38 +150,34 @@ class TierController:
 
     def start_load(self, reservation: Reservation, *, after_step: int) -> int:
         """Fill the reservation's loading pages from the host, once `after_step` has finished."""
-        first, count = reservation.num_cached_pages, reservation.num_loading_pages
+        if self._windows is not None and reservation.window is not None:
+            self._windows.touch(reservation.window.loads[1])
+        return self._loads.start(reservation, after_step=after_step)
 
-        def on_end(result: TransferResult) -> None:
-            reservation.end_load()
-            ok = bool(result.done.all())
-            self._load_failures += not ok
-            self._ended.append(LoadEnd(result.id, ok))
+    def transfers_of(self, load_id: int) -> tuple[int, ...]:
+        """What a step that reads a load's pages waits for; nothing when it has ended."""
+        return self._loads.transfers_of(load_id)
 
-        refs = reservation.refs[first : first + count]
-        if self._cache.leader.record_freed:
-            self._destinations.append(refs)
-        return self._flights.submit(
-            TransferKind.LOAD_BACK,
-            on_end,
-            device=refs.tobytes(),
-            host=reservation.load_slots,
-            after_step=after_step,
-        )
-
-    def take_destinations(self) -> PageRefs:
+    def take_destinations(self, component: int = 0) -> PageRefs:
         """Pages that loads were started into since the last call (if freed pages are recorded)."""
-        parts, self._destinations = self._destinations, []
-        return np.concatenate(parts) if parts else NO_REFS
+        return self._loads.take_destinations(component)
 
     def cancel_load(self, load_id: int) -> None:
         """Nobody will read what it loads."""
-        self._flights.cancel(load_id)
+        self._loads.cancel(load_id)
 
     def used(self, node: Node, *, ended: bool) -> None:
         """A request has computed its prompt, or has `ended`: `node` is the end of its path."""
         if node is not self._cache.leader.tree.root and not node.detached:
             self._backups.used(node, ended=ended)
+            if self._windows is not None and self._is_worth_a_copy(node, ended=ended):
+                self._windows.used(node)
+
+    def _is_worth_a_copy(self, node: Node, *, ended: bool) -> bool:
+        """Whether the tail at the end of `node` is; a tail goes with the page that it ends with."""
+        if self.config.write_policy != "write_through_selective":
+            return True
+        return ended and self._reuse.is_hot(node)
 
     @property
     def frees_pages(self) -> bool:
@@ -183,6 +193,8 @@ class TierController:
         queued = self._backups.num_queued
         if self._writes is not None:
             queued += self._writes.num_queued
+        if self._windows is not None:
+            queued += self._windows.num_queued
         return len(self._flights) > 0 or queued > 0
 
     def poll(self) -> list[LoadEnd]:
@@ -193,8 +205,9 @@ class TierController:
         self._backups.pump()
         if self._writes is not None:
             self._writes.pump()
-        ended, self._ended = self._ended, []
-        return ended
+        if self._windows is not None:
+            self._windows.pump()
+        return self._loads.take_ended()
 
     def step_finished(self, step: int) -> None:
         """All steps up to `step` have finished."""
@@ -232,7 +245,7 @@ class TierController:
             held_host_pages=flights.num_held_slots,
             dropped_pages_total=tuple(sorted(self._dropped().items())),
             load_choices_total=tuple(self.cost.chosen.items()),
-            load_failures_total=self._load_failures,
+            load_failures_total=self._loads.num_failed,
             late_pages_total=0 if self._prefetches is None else self._prefetches.num_late_pages,
             ages=self._ages.stats(),
             prefill_rate=self.cost.prefill_rate,
@@ -240,7 +253,10 @@ class TierController:
         )
 
     def _dropped(self) -> Counter[str]:
-        return self._backups.dropped + (Counter() if self._writes is None else self._writes.dropped)
+        out = self._backups.dropped.copy()
+        out.update({} if self._writes is None else self._writes.dropped)
+        out.update({} if self._windows is None else self._windows.dropped)
+        return out
 
     def change_identity(self, facts: KeyFacts) -> None:
         """From now on pages are stored and sought under the keys of these facts.
@@ -252,12 +268,16 @@ class TierController:
         if self._prefetches is not None:
             self._prefetches.abandon()
         links = Links(facts, self._page_size)
+        tails = None
+        if self._windows is not None:
+            self._windows.use_keys(links, self._storage_deadline_s)
+            tails = self._windows.tail_reads(self.cost, self.config)
         self._writes = StorageWrites(
             self._cache,
             self._flights,
             links,
             copy_first=self._backups.copy,
-            deadline_s=lambda: self._clock.now_s() + self.config.storage_deadline_s,
+            deadline_s=self._storage_deadline_s,
         )
         self._prefetches = Prefetches(
             self._cache,
@@ -267,7 +287,11 @@ class TierController:
             clock=self._clock,
             cost=self.cost,
             attached=self._storage.attached,
+            tails=tails,
         )
+
+    def _storage_deadline_s(self) -> float:
+        return self._clock.now_s() + self.config.storage_deadline_s
 
     def _look_at_storage(self) -> None:
         """A store may have been attached or detached: then nothing is known to be in it."""
@@ -277,6 +301,8 @@ class TierController:
         self._has_storage = self._backups.to_storage = attached
         self._cache.leader.host.waits_for_storage = attached
         self._writes.forget()
+        if self._windows is not None:
+            self._windows.storage_changed(attached=attached)
         for node in self._cache.leader.host.not_stored() if attached else ():
             self._writes.wants(node)
 

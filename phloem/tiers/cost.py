@@ -199,11 +199,3 @@ class CostModel:
         """Remember which way a request went."""
         way = "load" if choice.pages == num_pages else "part" if choice.pages else "recompute"
         self.chosen[way] += 1
-
-    def count_way(self, way: Way, ways: Sequence[Way]) -> None:
-        """The same of a prompt that could have been begun in several ways."""
-        if way.loads:
-            most = max(each.start for each in ways if each.loads)
-            self.chosen["load" if way.start == most else "part"] += 1
-        else:
-            self.chosen["recompute"] += 1

@@ -8,6 +8,9 @@ once; how long the request waits for the rest is the policy's business:
 
     best_effort     not at all          wait_complete   until everything is there
     timeout         a fixed time        auto            while reading is sooner than computing
+
+Where layers have windows, both components are asked for, full pages are read up to a length that
+can be restored, and then the tail of that length: see `window_prefetch`.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phloem.cache import PrefixCache
+from phloem.cache import Match, PrefixCache
 from phloem.cache.node import REF_BYTES
 from phloem.core.clock import Clock
 from phloem.core.tokens import TOKEN_BYTES
@@ -28,6 +31,7 @@ from phloem.tiers.cost import CostModel, Forced
 from phloem.tiers.decisions import StorageWay
 from phloem.tiers.flights import Flights
 from phloem.tiers.keys import Links
+from phloem.tiers.window_prefetch import TailRead, TailReads
 
 __all__ = ["Prefetches"]
 
@@ -56,16 +60,24 @@ class _Prefetch:
     links: list[bytes]
     first_page: int  # the pages before it are on device or host, or were when it began
     queued_s: float
+    base: int  # pages that need not be computed if nothing is read
     phase: _Phase = _Phase.PROBING
     num_found: int = 0  # pages that storage has, from first_page on
     num_arrived: int = 0
-    transfer_id: int = -1
+    transfer_ids: tuple[int, ...] = ()
     stopped: bool = False
     reason: str = ""  # why no more of it is read
+    tail: TailRead | None = None  # of models with windows
 
     def ends(self, reason: str) -> None:
         """Nothing more is read."""
         self.phase, self.reason = _Phase.DONE, reason
+
+    @property
+    def gain(self) -> int:
+        """Pages that need not be computed if what is missing arrives."""
+        missing = self.num_found - self.num_arrived
+        return missing if self.tail is None else self.tail.target - self.base
 
 
 class Prefetches:
@@ -81,7 +93,9 @@ class Prefetches:
         clock: Clock,
         cost: CostModel,
         attached: Callable[[], bool],
+        tails: TailReads | None = None,
     ) -> None:
+        self._tails = tails
         self._cache = cache
         self._leader = cache.leader
         self._page_bytes = cache.page_size * TOKEN_BYTES
@@ -97,20 +111,47 @@ class Prefetches:
         self.num_late_pages = 0  # arrived after their request had gone on without them
         self.num_no_room = 0
 
-    def begin(self, request_id: str, namespace: bytes, tokens: bytes, known_pages: int) -> None:
-        """A request is queued whose first `known_pages` pages are on device or host."""
+    def begin(self, request_id: str, match: Match) -> None:
+        """A request is queued of which `match` is on device or host."""
+        namespace, tokens = match.namespace, match.tokens
         last = (len(tokens) // TOKEN_BYTES - 1) // self._cache.page_size
-        if last - known_pages < MIN_PAGES or not self._attached():
+        known = base = match.num_pages + match.host_pages
+        if self._tails is not None:
+            known, base = self._tails.known(match)
+        if last - base < MIN_PAGES or not self._attached():
             return
         links = self._links.of(namespace, tokens[: last * self._page_bytes])
-        prefetch = _Prefetch(namespace, tokens, links, known_pages, self._clock.now_s())
+        prefetch = _Prefetch(namespace, tokens, links, known, self._clock.now_s(), base)
         self._by_request[request_id] = prefetch
-        prefetch.transfer_id = self._flights.submit(
-            TransferKind.PROBE,
-            lambda result: self._probed(prefetch, result),
-            links=tuple(links[known_pages:]),
-            deadline_s=self._deadline_s(),
+        if self._tails is not None:
+            prefetch.tail = self._tails.begin(match, links, base)
+        for component in range(1 if prefetch.tail is None else 2):
+            self._probe(prefetch, component)
+
+    def _probe(self, prefetch: _Prefetch, component: int) -> None:
+        first = prefetch.first_page
+        if component and prefetch.tail is not None:
+            first = prefetch.tail.first_page
+        prefetch.transfer_ids += (
+            self._flights.submit(
+                TransferKind.PROBE,
+                lambda result: self._probed(prefetch, component, result),
+                component=component,
+                links=tuple(prefetch.links[first:]),
+                deadline_s=self._deadline_s(),
+            ),
         )
+
+    def restorable_lengths(self, request_id: str) -> tuple[int, ...]:
+        """After how many pages a queued request could go on with what storage has, as far as it
+        has been asked; ascending."""
+        prefetch = self._by_request.get(request_id)
+        if prefetch is None or prefetch.phase is _Phase.PROBING:
+            return ()
+        if prefetch.tail is not None:
+            return prefetch.tail.lengths
+        first = prefetch.first_page + 1
+        return tuple(range(first, first + prefetch.num_found))
 
     def may_start(self, request_id: str) -> bool:
         """Whether the request should go on with what there is."""
@@ -159,7 +200,8 @@ class Prefetches:
             return 0, 0
         prefetch.stopped = True
         if prefetch.phase is not _Phase.DONE:
-            self._flights.cancel(prefetch.transfer_id)
+            for transfer_id in prefetch.transfer_ids:
+                self._flights.cancel(transfer_id)
         return prefetch.first_page, prefetch.num_arrived
 
     def abandon(self) -> None:
@@ -174,19 +216,37 @@ class Prefetches:
     def _is_worth_waiting(self, prefetch: _Prefetch, waited_s: float) -> bool:
         """Would what is still missing take longer to compute than to read, the wait included?"""
         if prefetch.phase is _Phase.PROBING:
-            count = len(prefetch.links) - prefetch.first_page
+            count = len(prefetch.links) - prefetch.base
             return waited_s < self._cost.prefill.seconds(count * self._cache.page_size)
-        count = prefetch.num_found - prefetch.num_arrived
-        read_s = self._cost.transfers[TransferKind.PREFETCH].seconds(count)
-        compute_s = self._cost.prefill.seconds(count * self._cache.page_size)
+        read_s = self._cost.transfers[TransferKind.PREFETCH].seconds(self._left(prefetch))
+        compute_s = self._cost.prefill.seconds(prefetch.gain * self._cache.page_size)
         # A slow or dead backend makes the wait grow and the measured speed stay: both count.
         return max(read_s, waited_s) < compute_s
 
-    def _probed(self, prefetch: _Prefetch, result: TransferResult) -> None:
-        gaps = np.flatnonzero(~result.done)
-        prefetch.num_found = int(gaps[0]) if len(gaps) else len(result.done)
-        if prefetch.num_found < MIN_PAGES:
+    def _left(self, prefetch: _Prefetch) -> float:
+        """Pages that are still to be read, as the cost model counts them."""
+        left = self._cost.in_pages(0, prefetch.num_found - prefetch.num_arrived)
+        if prefetch.tail is not None:
+            left += self._cost.in_pages(1, prefetch.tail.num_missing)
+        return left
+
+    def _probed(self, prefetch: _Prefetch, component: int, result: TransferResult) -> None:
+        if component == 0:
+            gaps = np.flatnonzero(~result.done)
+            prefetch.num_found = int(gaps[0]) if len(gaps) else len(result.done)
+        elif prefetch.tail is not None:
+            prefetch.tail.stored = result.done
+        prefetch.transfer_ids = tuple(i for i in prefetch.transfer_ids if i != result.id)
+        if prefetch.transfer_ids:
+            return  # the other component has not been asked yet
+        if prefetch.tail is not None and self._tails is not None:
+            limit = prefetch.first_page + prefetch.num_found
+            self._tails.choose(prefetch.tail, limit)
+            prefetch.num_found = max(0, prefetch.tail.target - prefetch.first_page)
+        if prefetch.gain < MIN_PAGES:
             prefetch.num_found = 0
+            if prefetch.tail is not None:
+                prefetch.tail.target = prefetch.base
         prefetch.phase = _Phase.READING
         if prefetch.num_found:
             self._read_on(prefetch)
@@ -198,11 +258,15 @@ class Prefetches:
         host = self._leader.host
         room = host.capacity // HOST_SHARE - self._pages_in_flight
         count = min(left, RUN_PAGES, room)
-        if left <= 0:
-            prefetch.ends("all that storage has was read")
+        wants_tail = left <= 0 and prefetch.tail is not None and prefetch.gain > 0
+        if left <= 0 and not wants_tail:
+            prefetch.ends(ALL_READ)
             return
-        if prefetch.stopped or not self._pays(left):
+        if prefetch.stopped or not self._pays(prefetch):
             prefetch.ends("computing the rest is sooner than reading it")
+            return
+        if wants_tail:
+            self._read_tail(prefetch)
             return
         slots = host.allocate(count) if count > 0 else None
         if slots is None:
@@ -211,21 +275,53 @@ class Prefetches:
             return
         start = prefetch.first_page + prefetch.num_arrived
         self._pages_in_flight += count
-        prefetch.transfer_id = self._flights.submit(
-            TransferKind.PREFETCH,
-            lambda result: self._arrived(prefetch, start, slots, result),
-            host=slots,
-            links=tuple(prefetch.links[start : start + count]),
-            deadline_s=self._deadline_s(),
+        prefetch.transfer_ids = (
+            self._flights.submit(
+                TransferKind.PREFETCH,
+                lambda result: self._arrived(prefetch, start, slots, result),
+                host=slots,
+                links=tuple(prefetch.links[start : start + count]),
+                deadline_s=self._deadline_s(),
+            ),
         )
 
-    def _pays(self, num_pages: int) -> bool:
+    def _read_tail(self, prefetch: _Prefetch) -> None:
+        """All full pages are there: read what their tail lacks."""
+        tails, tail = self._tails, prefetch.tail
+        assert tails is not None, "the model has no windows"
+        assert tail is not None, "the model has no windows"
+        pages = tails.missing(tail)
+        slots = tails.allocate(len(pages)) if pages else None
+        if slots is None:
+            self.num_no_room += bool(pages)
+            prefetch.ends("the host has no room for more" if pages else ALL_READ)
+            return
+
+        def on_end(result: TransferResult) -> None:
+            good = bool(result.done.all()) and not self._abandoned and self._cache.enabled
+            prefetch.ends(ALL_READ if good else result.error or "the tail did not arrive")
+            taken = tails.arrived(tail, pages, slots, good=good)
+            if prefetch.stopped:
+                self.num_late_pages += taken
+
+        prefetch.transfer_ids = (
+            self._flights.submit(
+                TransferKind.PREFETCH,
+                on_end,
+                component=1,
+                host=slots,
+                links=tuple(prefetch.links[page] for page in pages),
+                deadline_s=self._deadline_s(),
+            ),
+        )
+
+    def _pays(self, prefetch: _Prefetch) -> bool:
         """Reading is expected to be sooner than computing, when anything is known of reading."""
         if self._config.prefetch_policy == "wait_complete":
             return True  # whoever chose it wants what is there
         line = self._cost.transfers[TransferKind.PREFETCH]
-        compute_s = self._cost.prefill.seconds(num_pages * self._cache.page_size)
-        return not line.measured or line.seconds(num_pages) < compute_s
+        compute_s = self._cost.prefill.seconds(prefetch.gain * self._cache.page_size)
+        return not line.measured or line.seconds(self._left(prefetch)) < compute_s
 
     def _arrived(
         self, prefetch: _Prefetch, start: int, slots: bytes, result: TransferResult

@@ -119,8 +119,8 @@ def tombstone(cache: PrefixCache, tokens: bytes, pages: Iterable[int]) -> None:
     refs = window_pages(cache, tokens)
     gone = [refs[page] for page in pages]
     assert ABSENT not in gone
-    for _, tail in ledger.tails.in_order():
+    for tail in ledger.tails.tails():
         if not set(gone).isdisjoint(tail.pages):
-            ledger.tails._drop(tail.pages[-1])
+            ledger.tails._drop(tail)
     ledger.tails.gone(gone)
     cache.leader.log.append(window_commands.window_evict(array("q", gone).tobytes()))

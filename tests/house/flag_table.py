@@ -28,7 +28,7 @@ PLAIN = (
     (
         "phloem bench tree",
         "--quick",
-        "fewer samples (`sched`, `stores`, `kernels`, `tiers` as well)",
+        "fewer samples (`sched`, `stores`, `kernels`, `tiers`, `window` as well)",
     ),
 )
 SECTIONS: dict[str, tuple[type, ...]] = {

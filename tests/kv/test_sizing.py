@@ -63,12 +63,15 @@ def test_both_pools_fit_in_the_budget_and_waste_less_than_a_page_of_each(
 
 
 def test_a_large_budget_holds_as_many_long_prompts_as_their_ends_allow():
-    """At 16K tokens: full pages for all of a prompt, window pages for its last 1,024 tokens."""
+    """At 16K tokens: full pages for all of a prompt, window pages for its last 1,024 tokens.
+
+    At most 6 % more: the chunks of what runs, and a second end a page further.
+    """
     num_full, num_window = pool_pages(GEMMA, 800 * GIB, DEMAND)
-    assert num_window / num_full == pytest.approx(64 / 1024, rel=0.01)
+    assert 1.0 <= num_window / num_full / (64 / 1024) <= 1.06
     with_checkpoints = replace(DEMAND, checkpoint=default_checkpoint(1024))
     num_full, num_window = pool_pages(GEMMA, 800 * GIB, with_checkpoints)
-    assert num_window / num_full == pytest.approx(1 / 8, rel=0.01)
+    assert 1.0 <= num_window / num_full / (64 / 512) <= 1.06
 
 
 def test_a_ratio_that_was_asked_for_is_kept():
@@ -86,8 +89,7 @@ def test_a_small_pool_still_lets_one_request_run():
 
 
 def test_what_runs_together_is_provided_for_within_a_quarter():
-    num_full, num_window = pool_pages_beside(GPT_OSS, 100_000, DEMAND)
-    assert num_window == max(100_000 * 8 // 1024, 64 * 9 + 2 * 128)
+    assert pool_pages_beside(GPT_OSS, 50_000, DEMAND) == (50_000, 64 * 9 + 2 * 128)
     num_full, num_window = pool_pages_beside(GPT_OSS, 1000, DEMAND)
     assert num_window == num_full // 4
 

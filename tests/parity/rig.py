@@ -3,23 +3,27 @@
 cold(x) is the same engine with every cache off, one request, one chunk. Logits are compared at
 every position that was computed, teacher-forced on cold's tokens: the cold pass gets the finished
 sequence as its prompt. Freed pages are filled with NaN, so a read of one cannot pass.
+
+A restart lower down computes tokens again whose full state is kept, from window state that is not
+there yet: logits before `write_from` are not meant to be right, and nobody samples from them.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from phloem.cache import HostTier, PrefixCache, check_invariants
+from phloem.cache import HostTier, PrefixCache, WindowConfig, check_invariants
+from phloem.cache.components import ABSENT
 from phloem.core.clock import MonotonicClock
 from phloem.core.namespace import make_namespace
-from phloem.core.plan import RowInit, StepPlan, StepResult
+from phloem.core.plan import PageTableUpdate, RowInit, RowPlan, StepPlan, StepResult
 from phloem.core.refs import slot_of
 from phloem.core.request import (
     CachedTokens,
@@ -63,6 +67,8 @@ def _load(path: Path, page_size: int, num_pages: int, hooks: Hooks, **more: Any)
 
 def close_enough(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     """Within RELATIVE of the largest element; NaN never is."""
+    if not len(ours):
+        return True  # a page of the spine, without layers
     return bool((ours - theirs).abs().max() <= RELATIVE * theirs.abs().max())
 
 
@@ -72,11 +78,13 @@ class Recorder:
     def __init__(self, loaded: LoadedWorker) -> None:
         self.worker = loaded.worker
         self.inits: dict[int, RowInit] = {}
+        self.first_right: dict[int, int] = {}  # by serial: where a restart becomes right
         self.num_chunks = 0
 
     def submit(self, plan: StepPlan) -> None:
         self.inits.update((init.serial, init) for init in plan.admitted)
         self.num_chunks += sum(row.count > 1 for row in plan.rows)
+        self.first_right.update((r.serial, r.write_from) for r in plan.rows if r.window_from)
         self.worker.submit(plan)
 
     def collect(self) -> StepResult:
@@ -121,6 +129,9 @@ class Rig:
         tiers: TierConfig | None = None,
         store: Path | PageStore | None = None,
         transfer_hooks: TransferHooks | None = None,
+        window_pages: int | None = None,
+        window_host_pages: int | None = None,
+        checkpoint: int = 0,
     ) -> None:
         self.page_size = page_size
         self.logits: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
@@ -133,6 +144,8 @@ class Rig:
             inline=not overlap,
             host_pages=host_pages,
             transfer_hooks=transfer_hooks,
+            window_pages=window_pages,
+            window_host_pages=window_host_pages,
         )
         self.recorder = Recorder(self.loaded)
         self.cache = PrefixCache(
@@ -141,6 +154,7 @@ class Rig:
             host=HostTier(pages=host_pages, exclusive=is_exclusive(num_pages, host_pages)),
             enabled=prefix_cache,
             record_freed=True,
+            window=self._window(checkpoint),
         )
         config = SchedulerConfig(
             max_model_len=MAX_LEN,
@@ -166,18 +180,37 @@ class Rig:
                 assert self.scheduler.tiers.flush(60.0) == 0
             self.loaded.transfers.close()
 
+    def _window(self, checkpoint: int) -> WindowConfig | None:
+        model = self.loaded.config
+        if model.window is None:
+            return None
+        return WindowConfig(
+            tokens=model.window,
+            layers=len(model.component_layers[1]),
+            pages=self.loaded.num_pages[1:],
+            host_pages=self.loaded.hosts[1].num_pages if self.loaded.hosts else 0,
+            checkpoint=checkpoint,
+        )
+
     def _controller(self, config: TierConfig | None) -> TierController | None:
         if self.loaded.transfers is None:
             return None
-        config = config or TierConfig(page_bytes=self.loaded.page_bytes)
+        specs = self.loaded.specs
+        page_bytes, window_page_bytes = (*(s.page_bytes for s in specs), 0)[:2]
+        config = replace(
+            config or TierConfig(), page_bytes=page_bytes, window_page_bytes=window_page_bytes
+        )
         if self._store is None:
             return TierController(self.cache, self.loaded.transfers, self.clock, config)
         storage = self.loaded.transfers.storage
         storage.attach(self._store)
+        layouts = [host.layout for host in self.loaded.hosts]
+        window = layouts[1] if len(layouts) > 1 else None
         facts = key_facts(
             self._model_path,
             self.loaded.config,
-            self.loaded.host.layout,
+            layouts[0],
+            window=window,
             weight_quantisation="none",
         )
         keys = StorageKeys(facts=facts, attached=lambda: storage.attached)
@@ -243,21 +276,49 @@ class Cold:
         (by_position,) = self._rig.logits.values()
         return torch.stack([by_position[i] for i in range(len(sequence))])
 
-    def page_bytes(self, sequence: list[int], page_size: int) -> list[torch.Tensor]:
-        """KV of every full page of `sequence`, computed from nothing: the audit's reference."""
-        num_pages = -(-len(sequence) // page_size)
-        with Rig(self._path, page_size=page_size, num_pages=num_pages + 1) as rig:
-            rig.ask(sequence, 1)
-            match = rig.cache.match(NAMESPACE, tokens_to_bytes(sequence))
-            assert match.num_pages == len(sequence) // page_size
-            return [read_page(rig, int(ref)) for ref in match.refs()]
+    def page_bytes(self, sequence: list[int], page_size: int) -> list[list[torch.Tensor]]:
+        """KV of every full page of `sequence`, by component, computed from nothing: the audit's
+        reference. A worker alone, in one chunk: no cache that could let go of window pages."""
+        num_pages = len(sequence) // page_size
+        hooks = Hooks(nan_fill=True)
+        loaded = _load(self._path, page_size, num_pages + 1, hooks, inline=True)
+        components = range(len(loaded.specs))
+        refs = np.arange(num_pages + 1, dtype=np.int64)
+        tokens = tokens_to_bytes(sequence[: num_pages * page_size])
+        init = RowInit(
+            row=0,
+            serial=0,
+            sampling=SamplingParams(),
+            seed=0,
+            stop_ids=(),
+            tokens=tokens,
+            num_prompt_tokens=num_pages * page_size,
+        )
+        row = RowPlan(
+            row=0, serial=0, start=0, count=num_pages * page_size, tokens=tokens, sample=False
+        )
+        plan = StepPlan(
+            step=0,
+            rows=(row,),
+            admitted=(init,),
+            table_updates=tuple(
+                PageTableUpdate(row=0, first_page=0, refs=refs, component=c) for c in components
+            ),
+        )
+        loaded.worker.submit(plan)
+        loaded.worker.collect()
+        pages = [[_floats(loaded.worker.read_page(p, c)) for p in refs[:-1]] for c in components]
+        loaded.worker.close()
+        return pages
 
 
-def read_page(rig: Rig, ref: int) -> torch.Tensor:
+def _floats(data: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(data, dtype=np.float32).copy())
+
+
+def read_page(rig: Rig, ref: int, component: int = 0) -> torch.Tensor:
     """One page's KV as fp32, flat."""
-    return torch.from_numpy(
-        np.frombuffer(rig.loaded.worker.read_page(ref), dtype=np.float32).copy()
-    )
+    return _floats(rig.loaded.worker.read_page(ref, component))
 
 
 def check_tokens(rig: Rig, cold: Cold) -> None:
@@ -277,9 +338,10 @@ def check_logits(rig: Rig, cold: Cold) -> int:
         same = [a.prompt + a.tokens for a in rig.answers.values() if a.prompt == prompt]
         sequence = max(same, key=len)  # greedy: of one prompt they are beginnings of one another
         expected = cold.logits(tuple(sequence))
+        first = rig.recorder.first_right.get(serial, 0)
         for position, logits in by_position.items():
-            if position >= len(sequence):
-                continue  # the wasted row of a request that had ended
+            if position < first or position >= len(sequence):
+                continue  # of a restart; the wasted row of a request that had ended
             assert close_enough(logits, expected[position]), f"serial {serial} at {position}"
             num_compared += 1
     return num_compared
@@ -303,28 +365,30 @@ def check_pages(rig: Rig, cold: Cold) -> int:
             node = node.parent
         path.reverse()
         tokens = np.frombuffer(b"".join(n.key for n in path), dtype="<i4").tolist()
-        copies = [copies_of(rig, node, page) for node in path for page in range(node.num_pages)]
-        for page, expected in enumerate(cold.page_bytes(tokens, rig.page_size)):
-            assert copies[page], f"page {page} of {leaf} is nowhere"
-            for place, held in copies[page].items():
-                assert close_enough(held, expected), f"page {page} of {leaf} is wrong in {place}"
-                num_compared += 1
+        places = [(node, page) for node in path for page in range(node.num_pages)]
+        for component, pages in enumerate(cold.page_bytes(tokens, rig.page_size)):
+            for page, ((node, number), expected) in enumerate(zip(places, pages, strict=True)):
+                copies = copies_of(rig, node, number, component)
+                assert copies or component, f"page {page} of {leaf} is nowhere"
+                for place, held in copies.items():
+                    assert close_enough(held, expected), (
+                        f"page {page} of {leaf}, component {component}, is wrong in {place}"
+                    )
+                    num_compared += 1
     return num_compared
 
 
-def copies_of(rig: Rig, node: Any, page: int) -> dict[str, torch.Tensor]:
-    """A page of a node wherever it is, by place.
+def copies_of(rig: Rig, node: Any, page: int, component: int = 0) -> dict[str, torch.Tensor]:
+    """A page of a node wherever it is, by place; window state may be nowhere.
 
     Copies are the same bytes, unless the page was computed again while the host had it.
     """
     out = {}
-    if node.refs:
-        ref = node.ref_list()[page]
-        out[f"slot {slot_of(ref)}"] = read_page(rig, ref)
-    if node.host:
-        slot = node.host_list()[page]
-        data = rig.loaded.host.read_page(slot)
-        out[f"host slot {slot}"] = torch.from_numpy(np.frombuffer(data, dtype=np.float32).copy())
+    held = node.extra[component - 1] if component else node
+    if held.refs and (ref := held.ref_list()[page]) != ABSENT:
+        out[f"slot {slot_of(ref)}"] = read_page(rig, ref, component)
+    if held.host and (slot := held.host_list()[page]) != ABSENT:
+        out[f"host slot {slot}"] = _floats(rig.loaded.hosts[component].read_page(slot))
     if len(out) == 2:
         assert close_enough(*out.values()), f"page {page} of {node} differs between tiers"
     return out

@@ -36,20 +36,25 @@ def prompt_of(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(length)]
 
 
-def key_facts(page_size: int, seed_of_weights: int) -> KeyFacts:
-    spec = KVSpec(
-        kind=AttentionKind.GQA,
-        dtype=KVDtype.FP32,
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=1,
-        page_size=page_size,
-    )
+def key_facts(page_size: int, seed_of_weights: int, window: WindowConfig | None = None) -> KeyFacts:
+    def layout(layers: int, retention: int | None) -> PageLayout:
+        spec = KVSpec(
+            kind=AttentionKind.GQA,
+            dtype=KVDtype.FP32,
+            num_layers=layers,
+            num_kv_heads=1,
+            head_dim=1,
+            page_size=page_size,
+            retention=retention,
+        )
+        return PageLayout(spec, 1, 1)
+
     return KeyFacts(
         weights=b"%d" % seed_of_weights,
         weight_quantisation="none",
         model={},
-        layout=PageLayout(spec, 1, 1),
+        layout=layout(1, None),
+        window=None if window is None else layout(window.layers, window.tokens),
     )
 
 
@@ -107,11 +112,15 @@ class Rig:
                 storage=storage,
                 **(transfers or {}),
             )
+            if window is not None:
+                self.transfers.add_window(
+                    num_host_pages=window.host_pages, memory=self.worker.memories[1]
+                )
             config_of_tiers = TierConfig() if tiers is None else tiers
             keys = None
             if storage is not None:
                 keys = StorageKeys(
-                    facts=key_facts(page_size, seed_of_weights), attached=lambda: True
+                    facts=key_facts(page_size, seed_of_weights, window), attached=lambda: True
                 )
             self.tiers = TierController(
                 self.cache, self.transfers, self.clock, config_of_tiers, keys

@@ -150,7 +150,6 @@ def test_regret_of_restart_shorter_match_and_load(noise: float):
                 ways = ways_of(rng)
                 num_tokens = max(way.start for way in ways) + rng.randrange(1, 2048)
                 chosen = model.choose_way(ways, num_tokens)
-                model.count_way(chosen, ways)
                 best = min(really_s(way, num_tokens) for way in ways)
                 regrets.append(really_s(chosen, num_tokens) / best)
                 used.add(chosen.loads)

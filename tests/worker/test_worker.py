@@ -355,7 +355,7 @@ def test_audit_reads_page_bytes(path):
     for row in (0, 1):
         driver.admit(row, ids)
         driver.step(driver.chunk(row, ids, 0, 8))
-    first, second = driver._pages[0], driver._pages[1]
+    first, second = driver.refs(0, 0), driver.refs(1, 0)
     for i in range(2):
         data = driver.worker.read_page(int(first[i]))
         assert data == driver.worker.read_page(int(second[i]))
