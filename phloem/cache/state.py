@@ -62,6 +62,7 @@ class CacheState:
             commands.ADOPT: self._adopt,
             commands.HOST_EVICT: self._host_evict,
             commands.STORED: self._stored,
+            commands.NOT_STORED: self._not_stored,
         }
         self._handlers = [handlers[op] for op in range(commands.NUM_OPS)]
 
@@ -182,3 +183,6 @@ class CacheState:
             residence.forget_stored(self.tree)
             return
         residence.mark_stored(self.tree, self.tree.nodes[node], num_pages)
+
+    def _not_stored(self, command: Command) -> None:
+        residence.unmark_stored(self.tree.nodes[command[1]])

@@ -27,9 +27,6 @@ __all__ = ["LoopCore", "make_loop_core"]
 
 logger = logging.getLogger(__name__)
 
-
-logger = logging.getLogger(__name__)
-
 FLUSH_S = 10.0  # the longest that an orderly shutdown writes to storage
 
 
@@ -143,5 +140,9 @@ def _controller(
         prefetch_policy=config.tiers.prefetch_policy,
         page_bytes=tiers.page_bytes,
     )
-    keys = StorageKeys(facts=tiers.key_facts, attached=tiers.storage.attached)
+    keys = StorageKeys(
+        facts=tiers.key_facts,
+        attached=tiers.storage.attached,
+        take_gone=tiers.storage.take_gone,
+    )
     return TierController(cache, tiers.transfers, clock, options, keys)
