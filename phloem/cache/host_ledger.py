@@ -246,6 +246,10 @@ class HostLedger:
         if left < num_pages:
             self._log.append(commands.stored(node.id, num_pages - left))
 
+    def unmark_stored(self, node: Node) -> None:
+        """Storage has lost pages of this node."""
+        self._log.append(commands.not_stored(node.id))
+
     def not_stored(self) -> list[Node]:
         """Nodes on the host that are not known to be in storage."""
         return [node for node in self._tree.nodes.values() if node.host and not node.stored]

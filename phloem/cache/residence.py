@@ -20,6 +20,7 @@ __all__ = [
     "forget_stored",
     "insert_host",
     "mark_stored",
+    "unmark_stored",
 ]
 
 
@@ -120,3 +121,9 @@ def forget_stored(tree: RadixTree) -> None:
     """There is another storage now, or none."""
     for node in tree.nodes.values():
         node.stored = False
+
+
+def unmark_stored(node: Node) -> None:
+    """Storage has lost pages of it."""
+    assert node.stored, f"{node} was not known to be in storage"
+    node.stored = False

@@ -67,6 +67,7 @@ class CacheState:
             commands.ADOPT: self._adopt,
             commands.HOST_EVICT: self._host_evict,
             commands.STORED: self._stored,
+            commands.NOT_STORED: self._not_stored,
         }
         num_ops = commands.NUM_OPS
         self.window: WindowState | None = None
@@ -211,3 +212,6 @@ class CacheState:
             residence.forget_stored(self.tree)
             return
         residence.mark_stored(self.tree, self.tree.nodes[node], num_pages)
+
+    def _not_stored(self, command: Command) -> None:
+        residence.unmark_stored(self.tree.nodes[command[1]])

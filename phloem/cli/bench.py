@@ -14,6 +14,7 @@ from phloem.bench.client import Answer, Client
 from phloem.bench.compare import CompareOptions, run_compare, write_report
 from phloem.bench.local_server import local_server
 from phloem.bench.prefix import PrefixOptions, num_steps, run_prefix
+from phloem.bench.profile import ProfileOptions, run_profile
 from phloem.bench.report import Result, print_report, results_from
 from phloem.bench.serve import (
     MAX_SHOWN_ERRORS,
@@ -39,6 +40,7 @@ usage: phloem bench WHAT [flags]
   serve    load any OpenAI-compatible server: latency, throughput, hit rate of this run
   prefix   what a cached prefix is worth: second turn against cold, and the throughput baseline
   compare  Phloem beside vLLM, llama.cpp and transformers on this machine (an hour; --quick: less)
+  profile  where a decode step's time goes, as a table and a trace file
   tree     the prefix tree alone
   sched    a scheduler step alone
   stores   the segment store against raw I/O and one file per page
@@ -68,6 +70,7 @@ def run(argv: Sequence[str]) -> int:
         "serve": _serve,
         "prefix": _prefix,
         "compare": _compare,
+        "profile": _profile,
         **{name: functools.partial(_micro, name) for name in MICRO},
     }
     if argv[0] not in benches:
@@ -107,6 +110,20 @@ def _compare(argv: Sequence[str]) -> int:
             options.save, results, facts, command=" ".join(["phloem bench compare", *argv])
         )
     return 0 if facts["peers"] else 1
+
+
+def _profile(argv: Sequence[str]) -> int:
+    parser = FlagParser(
+        prog="phloem bench profile",
+        usage="phloem bench profile [flags]",
+        description="Time the parts of decode steps, in the engine process and in the front.",
+    )
+    add_settings(parser, ProfileOptions, title="profile")
+    options = build_settings(ProfileOptions, given_settings(parser.parse_args(argv)))
+    results, facts = run_profile(options)
+    print_report("profile", results, facts=facts)
+    print(f"trace: {options.out} (open it in chrome://tracing or Perfetto)", file=sys.stderr)
+    return 0
 
 
 def _serve(argv: Sequence[str]) -> int:

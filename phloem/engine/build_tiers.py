@@ -123,6 +123,7 @@ def tier_parts(config: Config, loaded: LoadedWorker, path: Path) -> TierParts | 
             detach=partial(storage.detach, LIVE_DETACH_S),
             attached=lambda: storage.attached,
             stats=storage.stats,
+            take_gone=storage.take_gone,
         ),
         close=close,
         open_storage=open_storage,

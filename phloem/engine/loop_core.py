@@ -153,5 +153,9 @@ def _controller(
         page_bytes=tiers.page_bytes,
         window_page_bytes=tiers.window_page_bytes,
     )
-    keys = StorageKeys(facts=tiers.key_facts, attached=tiers.storage.attached)
+    keys = StorageKeys(
+        facts=tiers.key_facts,
+        attached=tiers.storage.attached,
+        take_gone=tiers.storage.take_gone,
+    )
     return TierController(cache, tiers.transfers, clock, options, keys)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from phloem.core.store import PageStore, StoreStats
+from phloem.core.store import Gone, PageStore, StoreStats
 from phloem.core.transfer import Transfers
 from phloem.kv.keys import KeyFacts
 
@@ -26,6 +26,7 @@ class StoragePort:
     detach: Callable[[], None]
     attached: Callable[[], bool]
     stats: Callable[[], StoreStats | None]
+    take_gone: Callable[[], Gone]  # what it has lost since the last call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ out in the order of the log, so they are equal on every rank; refs are packed na
              demote               on device and host -> on the host alone
              adopt                on the host alone -> also on the device, in a request's own pages
              host_evict           on the host -> free; what is nowhere else leaves the tree
-             stored               the pages are known to be in storage
+             stored, not_stored   the pages are known to be in storage; they are not any more
 
 Plain tuples, because two are written for every request on the hot path, and they cost a tenth of
 a class to make and to digest; only the functions below make them.
@@ -49,6 +49,7 @@ __all__ = [
     "INSERT",
     "LOCK",
     "MERGE",
+    "NOT_STORED",
     "NUM_OPS",
     "SPLIT",
     "STORED",
@@ -71,6 +72,7 @@ __all__ = [
     "insert",
     "lock",
     "merge",
+    "not_stored",
     "split",
     "stored",
     "unlock",
@@ -80,8 +82,8 @@ Command: TypeAlias = tuple[Any, ...]
 
 ALLOC, FREE, INSERT, APPEND, SPLIT, MERGE, LOCK, UNLOCK, EVICT, DETACH = range(10)
 HOST_ALLOC, HOST_FREE, HOST_HOLD, HOST_RELEASE, HOST_ATTACH, HOST_INSERT = range(10, 16)
-DEMOTE, ADOPT, HOST_EVICT, STORED = range(16, 20)
-NUM_OPS = 20
+DEMOTE, ADOPT, HOST_EVICT, STORED, NOT_STORED = range(16, 21)
+NUM_OPS = 21
 
 
 def alloc(owner: int, num_pages: int) -> Command:
@@ -185,3 +187,8 @@ def host_evict(victims: tuple[int, ...]) -> Command:
 def stored(node: int, num_pages: int) -> Command:
     """The `num_pages` pages that end with `node` are in storage; (0, 0): nothing is any more."""
     return (STORED, node, num_pages)
+
+
+def not_stored(node: int) -> Command:
+    """Storage has lost pages of the node."""
+    return (NOT_STORED, node)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from phloem.core.clock import VirtualClock
 from phloem.core.refs import slots_of
+from phloem.core.store import Gone
 from phloem.core.transfer import Transfer, TransferKind, TransferResult
 
 __all__ = ["SimStorage", "SimTransfers", "TransferCosts"]
@@ -56,6 +57,19 @@ class SimStorage:
     def __init__(self) -> None:
         self.pages: dict[bytes, Memory | None] = {}
         self.puts = 0
+        self._gone: list[bytes] = []
+
+    def lose(self, links: Iterable[bytes]) -> None:
+        """Forget pages, as a full store does, and say so at the next `take_gone`."""
+        for link in links:
+            del self.pages[link]
+            self._gone.append(link)
+
+    def take_gone(self) -> Gone:
+        """What was lost since the last call and has not come back."""
+        gone = tuple(link for link in self._gone if link not in self.pages)
+        self._gone.clear()
+        return Gone(gone)
 
 
 @dataclass(slots=True)

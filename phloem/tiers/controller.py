@@ -17,6 +17,7 @@ from phloem.cache.node import Node
 from phloem.core.clock import Clock
 from phloem.core.refs import PageRefs
 from phloem.core.stats import TierStats, TransferStats
+from phloem.core.store import Gone
 from phloem.core.transfer import TransferKind, Transfers
 from phloem.kv.keys import KeyFacts
 from phloem.tiers.backups import HostBackups
@@ -41,10 +42,11 @@ MAX_WRITES_QUEUED = 4  # paths; with more a small host takes no new pages for st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageKeys:
-    """What goes into storage keys, and whether there is a storage at this moment."""
+    """What goes into storage keys, whether there is a storage at this moment, what it has lost."""
 
     facts: KeyFacts
     attached: Callable[[], bool]
+    take_gone: Callable[[], Gone] = Gone
 
 
 class TierController:
@@ -172,6 +174,8 @@ class TierController:
             self._backups.used(node, ended=ended)
             if self._windows is not None and self._is_worth_a_copy(node, ended=ended):
                 self._windows.used(node)
+            if ended and self._writes is not None and self._has_storage:
+                self._writes.used(node)
 
     def _is_worth_a_copy(self, node: Node, *, ended: bool) -> bool:
         """Whether the tail at the end of `node` is; a tail goes with the page that it ends with."""
@@ -202,6 +206,7 @@ class TierController:
         self._ages.note(self._cache.state.now, self._clock.now_s())
         self._look_at_storage()
         self._flights.poll()
+        self._look_at_losses()
         self._backups.pump()
         if self._writes is not None:
             self._writes.pump()
@@ -306,6 +311,13 @@ class TierController:
         for node in self._cache.leader.host.not_stored() if attached else ():
             self._writes.wants(node)
 
+    def _look_at_losses(self) -> None:
+        """After the results of this poll: what they say is older."""
+        if self._writes is not None and self._storage is not None:
+            gone = self._storage.take_gone()
+            if gone.keys or gone.overflowed:
+                self._writes.lost(gone)
+
     def flush(self, timeout_s: float) -> int:
         """Write down what the policy says, ancestors first; for an orderly shutdown.
 
@@ -334,4 +346,4 @@ class TierController:
     def _on_backed_up(self, node: Node, num_pages: int) -> None:  # noqa: ARG002
         """Pages have arrived on the host: write them on to storage."""
         if self._writes is not None and self._has_storage:
-            self._writes.wants(node)
+            self._writes.arrived(node)

@@ -37,6 +37,7 @@ __all__ = ["Prefetches"]
 
 MIN_PAGES = 2  # fewer are computed sooner than asked for
 RUN_PAGES = 64  # of one transfer: what has arrived is of use before the rest has
+ALL_READ = "all that storage has was read"
 HOST_SHARE = 2  # at most half of the host is written to by prefetches at the same time
 # Why a request starts before its prefetch has ended, by policy.
 WENT_ON = {

@@ -2,6 +2,10 @@
 
 A page without its ancestors is of no use to anybody, so what a page's path lacks is fetched to the
 host and written before it. A failed write is tried again a few times, then dropped and counted.
+
+Storage loses pages by its own eviction, and says which. What it has lost is written again when it
+is used again or comes to the host again, and not before: else a store that is smaller than the
+host would be written for ever.
 """
 
 from __future__ import annotations
@@ -11,7 +15,9 @@ from collections.abc import Callable
 
 from phloem.cache import PrefixCache
 from phloem.cache.node import Node
+from phloem.core.store import Gone
 from phloem.core.transfer import TransferKind, TransferResult
+from phloem.kv.keys import LINK_BYTES
 from phloem.tiers.flights import Flights
 from phloem.tiers.keys import Links
 
@@ -20,6 +26,7 @@ __all__ = ["StorageWrites"]
 PAGES_PER_TRANSFER = 64  # whole nodes: the last one may exceed it
 MAX_IN_FLIGHT = 4
 MAX_TRIES = 8
+MAX_LOST = 1 << 17  # lost pages remembered; with more, nothing is known to be stored any more
 
 
 class StorageWrites:
@@ -42,6 +49,7 @@ class StorageWrites:
         self._flights = flights
         self._links = links
         self._copy_first = copy_first
+        self._lost: set[bytes] = set()  # links
         self._deadline_s = deadline_s
         self._queue: deque[int] = deque()
         self._queued: dict[int, int] = {}  # ids of nodes in the queue, and their pages
@@ -60,8 +68,45 @@ class StorageWrites:
             self._queued[node.id] = node.num_pages
             self._queue.append(node.id)
 
+    def lost(self, gone: Gone) -> None:
+        """Storage has lost these objects."""
+        if gone.overflowed or len(self._lost) > MAX_LOST:
+            self._lost.clear()
+            self._leader.host.forget_stored()
+        self._lost.update(key[:LINK_BYTES] for key in gone.keys)
+
+    def arrived(self, node: Node) -> None:
+        """Pages have come to the host: the path down to them is to be in storage."""
+        self._unmark_lost(path_nodes(node))
+        self.wants(node)
+
+    def used(self, node: Node) -> None:
+        """A request has used the path down to `node`: what storage has lost of it is wanted.
+
+        What is on the device alone comes to the host when the policy says so, and then here.
+        """
+        path = path_nodes(node)
+        self._unmark_lost(path)
+        for step in path:
+            if step.host:
+                self.wants(step)
+
+    def _unmark_lost(self, path: list[Node]) -> None:
+        """Nodes of a path, root first, of which storage has lost pages are not stored any more."""
+        if not self._lost or not any(step.stored for step in path):
+            return
+        tokens = b"".join(step.key for step in path)
+        links = self._links.of(path[-1].namespace, tokens)
+        start = 0
+        for step in path:
+            end = start + step.num_pages
+            if step.stored and not self._lost.isdisjoint(links[start:end]):
+                self._leader.host.unmark_stored(step)
+            start = end
+
     def forget(self) -> None:
         """There is another storage now, or none."""
+        self._lost.clear()
         self._queue.clear()
         self._queued.clear()
         self._tries.clear()
@@ -133,7 +178,10 @@ class StorageWrites:
         def on_end(result: TransferResult) -> None:
             self._leader.host.release(slots)
             self._busy.difference_update(ids)
-            self._ended(wanted, end, count, ok=bool(result.done.all()))
+            ok = bool(result.done.all())
+            if ok:
+                self._lost.difference_update(links)
+            self._ended(wanted, end, count, ok=ok)
 
         self._flights.submit(
             TransferKind.BACKUP_STORAGE,
@@ -189,11 +237,17 @@ def covered_nodes(node: Node, num_pages: int) -> list[Node]:
     return out
 
 
+def path_nodes(node: Node) -> list[Node]:
+    """The nodes from below the root to `node`."""
+    out: list[Node] = []
+    step: Node | None = node
+    while step is not None and step.parent is not None:
+        out.append(step)
+        step = step.parent
+    out.reverse()
+    return out
+
+
 def path_tokens(node: Node) -> bytes:
     """All tokens from the beginning of the prompt to the end of the node."""
-    parts = []
-    step: Node | None = node
-    while step is not None:
-        parts.append(step.key)
-        step = step.parent
-    return b"".join(reversed(parts))
+    return b"".join(step.key for step in path_nodes(node))

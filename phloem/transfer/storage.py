@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phloem.core.clock import Clock
-from phloem.core.store import Done, Op, PageStore, Status, StoreStats, Ticket, Verb
+from phloem.core.store import Done, Gone, Op, PageStore, Status, StoreStats, Ticket, Verb
 from phloem.core.transfer import Transfer, TransferKind, TransferResult
 from phloem.kv.keys import scope_of
 from phloem.pools import HostArena
@@ -64,6 +64,8 @@ class StorageMover:
         self._retired: list[_Attached] = []  # detached, but holding host pages still
         self._results: list[TransferResult] = []
         self._released: list[int] = []
+        self._gone = Gone()
+        self._told = Gone()  # of these: no older than the results that `poll` has handed out
 
     @property
     def attached(self) -> bool:
@@ -85,6 +87,7 @@ class StorageMover:
         assert self._current is None, "a store is attached already"
         store.attach([arena.arena() for arena in self._arenas if arena.num_bytes])
         self._current = _Attached(store)
+        self._gone = self._told = Gone()
 
     def detach(self, timeout_s: float = CLOSE_S) -> None:
         """Answer what is under way, and close the store; held pages stay quarantined."""
@@ -109,7 +112,13 @@ class StorageMover:
     def poll(self) -> list[TransferResult]:
         self._collect()
         results, self._results = self._results, []
+        self._told, self._gone = _both(self._told, self._gone), Gone()
         return results
+
+    def take_gone(self) -> Gone:
+        """What the store has lost, told once; to be taken in after the results of `poll`."""
+        gone, self._told = self._told, Gone()
+        return gone
 
     def released(self) -> list[int]:
         self._collect()
@@ -160,6 +169,8 @@ class StorageMover:
                 transfer_id = each.held.pop(ticket, None)
                 if transfer_id is not None:
                     self._released.append(transfer_id)
+            if each is self._current:
+                self._gone = _both(self._gone, polled.gone)
         self._retired = [each for each in self._retired if each.sent or each.held]
 
     def _take(self, each: _Attached, done: Done) -> None:
@@ -187,6 +198,12 @@ class StorageMover:
                 error=_reason(done),
             )
         )
+
+
+def _both(first: Gone, then: Gone) -> Gone:
+    if not then.keys and not then.overflowed:
+        return first
+    return Gone(first.keys + then.keys, first.overflowed or then.overflowed)
 
 
 def _nothing_done(transfer: Transfer, why: str) -> TransferResult:

@@ -213,7 +213,9 @@ class Rig:
             window=window,
             weight_quantisation="none",
         )
-        keys = StorageKeys(facts=facts, attached=lambda: storage.attached)
+        keys = StorageKeys(
+            facts=facts, attached=lambda: storage.attached, take_gone=storage.take_gone
+        )
         return TierController(self.cache, self.loaded.transfers, self.clock, config, keys)
 
     def add(self, prompt: list[int], max_tokens: int, *, salt: str | None = None) -> str:

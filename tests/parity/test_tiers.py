@@ -140,6 +140,26 @@ def test_o24_after_an_orderly_shutdown_the_whole_prefix_is_there(
         check_all(rig, cold)
 
 
+def test_what_a_full_store_has_evicted_is_there_again_after_a_restart(
+    tiny: Path, cold: Cold
+) -> None:
+    """The store holds half of what passes through it. A chat that goes on meanwhile stays whole:
+    its beginning, evicted long ago, is written again when it is used."""
+    memory = MemoryBackend(60 * 6_144)  # a page of 4 tokens has 6 KiB
+    config = TierConfig(prefetch_policy="wait_complete")
+    shape = {"page_size": 4, "num_pages": 40, "host_pages": 400, "tiers": config}
+    history = words(97, 40)
+    with Rig(tiny, **shape, store=guarded(_Kept(memory), MonotonicClock())) as rig:
+        for turn in range(8):
+            rig.ask(words(500 + turn, 61), 1)
+            history = history + rig.ask(history, 3).tokens + words(600 + turn, 4)
+        assert memory.usage().evicted_objects > 60
+        check_all(rig, cold)
+    with Rig(tiny, **shape, store=guarded(_Kept(memory), MonotonicClock())) as rig:
+        assert rig.ask(history, 3).sources.storage >= len(history) - 12
+        check_all(rig, cold)
+
+
 def test_o14_another_checkpoint_in_the_same_directory_reads_nothing_of_it(
     tiny: Path, cold: Cold, tmp_path: Path
 ) -> None:

@@ -103,5 +103,6 @@ def test_every_op_has_its_own_number():
         commands.adopt(1, b""),
         commands.host_evict(()),
         commands.stored(1, 1),
+        commands.not_stored(1),
     ]
     assert [command[0] for command in made] == list(range(commands.NUM_OPS))

@@ -120,7 +120,9 @@ class Rig:
             keys = None
             if storage is not None:
                 keys = StorageKeys(
-                    facts=key_facts(page_size, seed_of_weights, window), attached=lambda: True
+                    facts=key_facts(page_size, seed_of_weights, window),
+                    attached=lambda: True,
+                    take_gone=storage.take_gone,
                 )
             self.tiers = TierController(
                 self.cache, self.transfers, self.clock, config_of_tiers, keys

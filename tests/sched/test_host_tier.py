@@ -96,6 +96,8 @@ def walk(seed: int, *, page_size: int, steps: int, storage: SimStorage | None = 
             rig.cache.leader.host.evict(rng.randrange(30))
         elif draw < 0.33:
             rig.cache.evict(rng.randrange(10))
+        elif draw < 0.34 and storage is not None and storage.pages:
+            storage.lose(rng.sample(sorted(storage.pages), min(9, len(storage.pages))))
         rig.step()
         if number % 8 == 0:
             check_invariants(rig.cache)
@@ -122,7 +124,7 @@ def test_walks_with_a_host_tier_do_what_they_are_for():
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("seed", range(12))
 def test_every_answer_of_walks_over_restarts_is_cold(seed: int, page_size: int):
-    """Three engines, one after another, with one storage that also loses pages."""
+    """Three engines, one after another, with one storage that loses pages, also silently."""
     storage = SimStorage()
     rng = random.Random(seed)
     for life in range(3):
