@@ -6,10 +6,11 @@
 
 Samples are quads (paired.py) of slices of the same bytes, moved by the same number of threads to
 and from the same aligned memory, on one filesystem. What is read was written a turn before and
-comes from the device. Where on the disk files come to lie makes a difference, so each comparison
-is spread over several *lives*: everything is made anew, in the other order. Of reads and writes the *slower* ratio is `store_over_raw_*`; what it costs when everything is read, and so
-carried over, is `store_write_all_kept_over_raw_256k`. Against files without `_no_sync` means: after
-a slice all of it would survive a loss of power, in both. `aa_control_1m`: raw against raw.
+comes from the device. Where on the disk files come to lie makes a difference, so each comparison is
+spread over several *lives*: everything is made anew, in the other order. Of reads and writes the
+*slower* ratio is `store_over_raw_*`; what it costs when everything is read, and so carried over, is
+`store_write_all_kept_over_raw_256k`. Against files without `_no_sync` means: after a slice all of
+it would survive a loss of power, in both. `aa_control_1m`: raw against raw.
 """
 
 from __future__ import annotations
