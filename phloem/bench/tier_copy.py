@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from phloem.bench.paired import Quad, quad, ratio_result, result
 from phloem.core.clock import MonotonicClock
 from phloem.core.plan import PageTableUpdate, RowInit, RowPlan, StepPlan
 from phloem.core.request import SamplingParams
@@ -48,7 +49,7 @@ OVERLAP_PAGES, OVERLAP_TOKENS = 16, 64
 
 
 def measure_copies(rounds: int) -> list[dict[str, Any]]:
-    """`host_copy_over_memcpy`: the slower direction's speed, as a part of memcpy's."""
+    """`host_copy_over_memcpy`: the slower direction's speed, as a part of memcpy's; in quads."""
     layout = PageLayout(SPEC, POOL_PAGES, 3)
     pool, arena = DevicePool(layout, device=torch.device("cpu")), HostArena(layout)
     pool.buffer.data.fill_(1.0)
@@ -63,25 +64,28 @@ def _copies(engine: TransferEngine, rounds: int, layout: PageLayout) -> list[dic
     rng = np.random.default_rng(0)
     num_bytes = NUM_PAGES * SPEC.page_bytes
     source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
-    samples: dict[str, list[float]] = {"memcpy_s": [], "backup_s": [], "load_s": []}
-    for index in range(rounds + 1):
+    quads: dict[TransferKind, list[Quad]] = {
+        TransferKind.BACKUP_HOST: [],
+        TransferKind.LOAD_BACK: [],
+    }
+    for turn in range(-1, rounds):  # the first only warms up
         slots = [rng.permutation(layout.num_pages)[:NUM_PAGES] for _ in range(2)]
-        runs: list[tuple[str, Callable[[], None]]] = [
-            ("memcpy_s", lambda: np.copyto(target, source)),
-            ("backup_s", partial(_move, engine, TransferKind.BACKUP_HOST, *slots)),
-            ("load_s", partial(_move, engine, TransferKind.LOAD_BACK, *slots)),
-        ]
-        for name, run in runs if index % 2 else runs[::-1]:
-            seconds = _timed(run)
-            if index:  # the first round only warms up
-                samples[name].append(seconds)
-    pairs = zip(samples["memcpy_s"], samples["backup_s"], samples["load_s"], strict=True)
-    ratios = [(memcpy / backup, memcpy / load) for memcpy, backup, load in pairs]
-    backup, load = (statistics.median(each) for each in zip(*ratios, strict=True))
+        for kind, mine in quads.items():
+            copy = partial(_move, engine, kind, *slots)
+            sample = quad(lambda: np.copyto(target, source), copy, turn)
+            if turn >= 0:
+                mine.append(sample)
+    backup = ratio_result("backup_over_memcpy", quads[TransferKind.BACKUP_HOST])
+    load = ratio_result("load_over_memcpy", quads[TransferKind.LOAD_BACK])
+    both = [backup["value"], load["value"]]
+    speeds = [
+        round(2 * num_bytes / each.other_s / 1e9, 3) for mine in quads.values() for each in mine
+    ]
     return [
-        _result("host_copy_over_memcpy", min(backup, load), samples),
-        _result("backup_over_memcpy", backup, [a for a, _ in ratios]),
-        _result("load_over_memcpy", load, [b for _, b in ratios]),
+        _result("host_copy_over_memcpy", min(both), both),
+        backup,
+        load,
+        result("memcpy_gb_per_s", statistics.median(speeds), speeds, "GB/s"),
     ]
 
 

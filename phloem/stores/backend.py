@@ -36,7 +36,8 @@ class Item(NamedTuple):
 
 def num_bytes(item: Item) -> int:
     """The object's length."""
-    return sum(len(part) for part in item.parts)
+    parts = item.parts
+    return len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from phloem.bench.compare import CompareOptions
 from phloem.bench.prefix import PrefixOptions
+from phloem.bench.profile import ProfileOptions
 from phloem.bench.serve import LoadOptions, TargetOptions
 from phloem.cli.chat import ChatOptions
 from phloem.cli.replay import ReplayOptions
@@ -38,6 +40,8 @@ SECTIONS: dict[str, tuple[type, ...]] = {
     "phloem cache": (),
     "phloem bench serve": (TargetOptions, LoadOptions),
     "phloem bench prefix": (PrefixOptions,),
+    "phloem bench compare": (CompareOptions,),
+    "phloem bench profile": (ProfileOptions,),
     "phloem bench tree": (),
 }
 

@@ -15,10 +15,10 @@ from phloem.bench.compare.peer import Attached, Launch, Peer, PeerUnavailable, S
 from phloem.bench.compare.peers.phloem_peer import PhloemServer
 from phloem.bench.compare.process import running, tree_peak_rss
 from phloem.bench.compare.rounds import Measure, Pairs, interleave
-from phloem.bench.compare.tasks import Decode, Prefill, Probe, SecondTurn, ServerFailed, Task
+from phloem.bench.compare.tasks import Probe, ServerFailed, Task
 from phloem.bench.local_server import free_port
 
-__all__ = ["HOST_MEMORY", "Measured", "PairPlan", "TraceRun", "measure_pair", "speed_tasks"]
+__all__ = ["HOST_MEMORY", "Measured", "PairPlan", "TraceRun", "measure_pair"]
 
 HOST_MEMORY = "1GB"
 RESTART_CACHED, RESTART_NEW = 4096, 32
@@ -57,16 +57,6 @@ class Measured:
     commands: dict[str, str] = field(default_factory=dict)
     peak_rss: dict[str, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-
-
-def speed_tasks(*, quick: bool, longest: int) -> tuple[Task, ...]:
-    """The workloads without a trace; a model of shorter context leaves out what does not fit."""
-    tokens = 32 if quick else 64
-    tasks: list[Task] = [Prefill(512), Prefill(2048), Prefill(8000)]
-    tasks += [Decode(batch, num_tokens=tokens) for batch in (1, 8, 32)]
-    if not quick:
-        tasks += [Decode(1, busy_core=True), SecondTurn(1024), SecondTurn(4096)]
-    return tuple(task for task in tasks if _length(task) < longest)
 
 
 async def measure_pair(
@@ -227,13 +217,3 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _length(task: Task) -> int:
-    match task:
-        case Prefill():
-            return task.length
-        case SecondTurn():
-            return task.cached + task.new_tokens
-        case _:
-            return 1

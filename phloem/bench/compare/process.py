@@ -103,10 +103,20 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
-    for pid in tree[1:]:
-        if _leads_to(pid, child.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    left = [pid for pid in tree[1:] if _leads_to(pid, child.pid)]
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    until = time.monotonic() + STOP_LIMIT_S
+    while any(_runs(pid) for pid in left) and time.monotonic() < until:
+        time.sleep(_POLL_S / 10)  # their memory is needed for what starts next
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _leads_to(pid: int, session: int) -> bool:

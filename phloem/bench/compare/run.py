@@ -13,15 +13,22 @@ from phloem.bench.compare.agent_trace import AgentTrace, load_trace
 from phloem.bench.compare.calibrate import best_dtype
 from phloem.bench.compare.figures import figures_of, roofline_figures
 from phloem.bench.compare.model_files import find_model
-from phloem.bench.compare.pair import Measured, PairPlan, measure_pair, speed_tasks
+from phloem.bench.compare.pair import Measured, PairPlan, measure_pair
 from phloem.bench.compare.peer import Peer, PeerUnavailable, Say, ServerSpec
 from phloem.bench.compare.peers import PEER_NAMES, TransformersPeer, make_folder, make_peer
 from phloem.bench.compare.peers.phloem_peer import PhloemServer
 from phloem.bench.compare.peers.running_url import RunningUrl
 from phloem.bench.compare.roofline import measure_ceiling
+from phloem.bench.compare.task_list import (
+    AGENT_TRACE,
+    QUICK_TASKS,
+    RESTART,
+    TASK_NAMES,
+    speed_tasks,
+)
 from phloem.bench.report import Result
 from phloem.config.checkpoint import read_model_config
-from phloem.config.setting import setting, validate
+from phloem.config.setting import did_you_mean, setting, validate
 from phloem.core.errors import ConfigError
 
 __all__ = ["CompareOptions", "run_compare"]
@@ -40,6 +47,7 @@ class CompareOptions:
     )
     model: str = setting("smollm2", "a GGUF file, a Hugging Face folder in bf16, or smollm2")
     quick: bool = setting(False, "prefill and decode only, in less than ten minutes")
+    tasks: str | None = setting(None, "only these workloads, by commas; default: all of them")
     rounds: int = setting(5, "interleaved rounds of each figure", low=1)
     trace: str | None = setting(None, f"trace of agents; default: {_DEFAULT_TRACE} if it is there")
     trace_requests: int = setting(120, "requests of the trace", low=1)
@@ -51,6 +59,17 @@ class CompareOptions:
 
     def __post_init__(self) -> None:
         validate(self)
+        for name in self.wanted:
+            if name not in TASK_NAMES:
+                near = did_you_mean(name, TASK_NAMES)
+                raise ConfigError(f"--tasks: there is no {name!r}{near} ({', '.join(TASK_NAMES)})")
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The workloads asked for."""
+        if self.tasks is not None:
+            return tuple(name.strip() for name in self.tasks.split(",") if name.strip())
+        return QUICK_TASKS if self.quick else TASK_NAMES
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,7 +85,7 @@ async def run_compare(options: CompareOptions, say: Say) -> tuple[list[Result], 
     peers = [_peer(name, cache) for name in options.names]
     if not peers:
         raise ConfigError("--against names no peer")
-    trace, why_no_trace = _trace(options)
+    trace = _trace(options)
     model = find_model(
         options.model, cache, functools.partial(_make_folder, TransformersPeer(cache), say)
     )
@@ -83,9 +102,11 @@ async def run_compare(options: CompareOptions, say: Say) -> tuple[list[Result], 
         rounds=options.rounds,
         # A server that runs already may know the prompts of an earlier run.
         seed=f"{options.seed}" if not _any_url(options) else f"{options.seed}:{time.time_ns()}",
-        tasks=speed_tasks(quick=options.quick, longest=config.max_position),
+        tasks=speed_tasks(
+            options.wanted, num_tokens=32 if options.quick else 64, longest=config.max_position
+        ),
         trace=trace,
-        restart=not options.quick,
+        restart=RESTART in options.wanted,
     )
     say("measuring what the machine can do")
     ceiling = measure_ceiling(spec.threads)
@@ -105,7 +126,7 @@ async def run_compare(options: CompareOptions, say: Say) -> tuple[list[Result], 
         "pool_tokens": spec.pool_tokens,
         "peers": [_peer_facts(one) for one in measured],
         "peers_not_run": missing,
-        "left_out": why_no_trace,
+        "left_out": _left_out(options, trace, config.max_position),
     }
     return [*figures_of(measured), *roofline_figures(measured, config, ceiling)], facts
 
@@ -120,9 +141,22 @@ async def _one_pair(
     await measure_pair(ours, measured, spec, plan, say)
     for what, why in measured.failed.items():
         say(f"{peer.name}: {what} failed: {why}")
-    if not measured.pairs and measured.failed:
+    if measured.failed and not (measured.pairs or measured.traces):
         raise PeerUnavailable("; ".join(measured.failed.values()))
     return measured
+
+
+def _left_out(options: CompareOptions, trace: AgentTrace | None, longest: int) -> dict[str, str]:
+    """Workloads that nobody was asked for, and why."""
+    asked = "--quick" if options.tasks is None else "--tasks"
+    out = {name: f"not asked for ({asked})" for name in TASK_NAMES if name not in options.wanted}
+    if AGENT_TRACE in options.wanted and trace is None:
+        out[AGENT_TRACE] = f"no --trace given, and {_DEFAULT_TRACE} is not there"
+    fitting = {task.name for task in speed_tasks(options.wanted, num_tokens=1, longest=longest)}
+    for name in options.wanted:
+        if name not in (*fitting, AGENT_TRACE, RESTART):
+            out[name] = f"the model's context is {longest} tokens"
+    return out
 
 
 def _any_url(options: CompareOptions) -> bool:
@@ -140,17 +174,16 @@ def _make_folder(peer: TransformersPeer, say: Say, gguf: Path, folder: Path) -> 
         raise ConfigError(f"{gguf.name} could not be dequantised: {error}") from None
 
 
-def _trace(options: CompareOptions) -> tuple[AgentTrace | None, dict[str, str]]:
-    """The trace to play, or why none is."""
-    if options.quick:
-        return None, {"agent_trace": "--quick", "second_turn": "--quick", "restart": "--quick"}
+def _trace(options: CompareOptions) -> AgentTrace | None:
+    """The trace to play; None if none is wanted, or the default one is not there."""
+    if AGENT_TRACE not in options.wanted:
+        return None
     path = Path(options.trace or _DEFAULT_TRACE)
     if options.trace is None and not path.is_file():
-        return None, {"agent_trace": f"no --trace given, and {path} is not there"}
-    trace = load_trace(
+        return None
+    return load_trace(
         path, requests=options.trace_requests, parts=options.rounds, seed=options.seed
     )
-    return trace, {}
 
 
 def _peer_facts(one: Measured) -> dict[str, Any]:

@@ -124,7 +124,8 @@ class Engine:
             self._kept.remove(kept)
             self._kept.append(kept)
             cache = copy.deepcopy(kept.cache)
-        cache.crop(length)
+        if surplus := cache.get_seq_length() - length:
+            cache.crop(-surplus)
         return cache, length
 
     def _keep(self, kept: Kept) -> None:

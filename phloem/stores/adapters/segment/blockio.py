@@ -171,7 +171,7 @@ class BlockFile:
 
     def write(self, views: Sequence[memoryview], offset: int) -> None:
         """Write all of the buffers. Raises OSError; then any part may have been written."""
-        wanted = sum(len(view) for view in views)
+        wanted = sum(map(len, views))
         if _transfer(os.pwritev, self.fd, views, offset) != wanted:
             raise OSError(errno.EIO, "short write", self.path)
 
@@ -203,6 +203,8 @@ def _transfer(
         if moved <= 0:
             break
         total += moved
+        if moved == sum(map(len, todo)):
+            break
         while todo and moved >= len(todo[0]):
             moved -= len(todo.pop(0))
         if moved:

@@ -6,7 +6,7 @@ import queue
 from collections.abc import Callable, Sequence
 
 from phloem.core.store import Caps, Gone, Status
-from phloem.stores.adapters.segment.blockio import digest_of
+from phloem.stores.adapters.segment.blockio import BlockFile, digest_of
 from phloem.stores.adapters.segment.catalog import Catalog
 from phloem.stores.adapters.segment.directory import META_BYTES, SegmentDirectory
 from phloem.stores.adapters.segment.droplog import DropLog
@@ -18,7 +18,8 @@ from phloem.stores.backend import Item, Usage, num_bytes
 
 __all__ = ["SegmentBackend"]
 
-NUM_WRITERS = 2  # while one waits for the disk the other prepares its frame
+NUM_WRITERS = 2  # while one waits for the disk the other prepares its frames
+SEGMENTS_PER_WRITER = 4  # at least
 
 
 class SegmentBackend:
@@ -39,12 +40,11 @@ class SegmentBackend:
         self._reader = SegmentReader(self._catalog, self._index)
         moves = Moves()
         self._dropper = Dropper(self._directory, self._catalog, self._index, drops, moves)
-        can_share = self._directory.geometry.num_segments >= 4 * NUM_WRITERS
+        self._sync = sync
+        most = self._directory.geometry.num_segments // SEGMENTS_PER_WRITER
         self._writers = [
-            SegmentWriter(
-                self._directory, self._catalog, self._index, self._reader, moves, sync=sync
-            )
-            for _ in range(NUM_WRITERS if can_share else 1)
+            SegmentWriter(self._directory, self._catalog, self._index, self._reader, moves)
+            for _ in range(max(1, min(NUM_WRITERS, most)))
         ]
         # Last in, first out: a single thread always writes into one and the same segment.
         self._idle: queue.LifoQueue[SegmentWriter] = queue.LifoQueue()
@@ -83,9 +83,23 @@ class SegmentBackend:
         digests = [digest_of(item) for item in items]  # while other threads write
         writer = self._idle.get()
         try:
-            return writer.append(items, digests)
+            statuses, files = writer.append(items, digests)
+            return self._synced(items, statuses, files) if self._sync else statuses
         finally:
             self._idle.put(writer)
+
+    def _synced(
+        self, items: Sequence[Item], statuses: list[Status], files: set[BlockFile]
+    ) -> list[Status]:
+        try:
+            for file in files:
+                file.sync()
+        except OSError:  # nobody knows what of it is safe: as if it had not been written
+            for item, status in zip(items, statuses, strict=True):
+                if status is Status.OK:
+                    self._index.drop(item.key)
+            return [Status.ERROR if status is Status.OK else status for status in statuses]
+        return statuses
 
     def get(self, items: Sequence[Item]) -> list[Status]:
         return self._reader.get(items)

@@ -44,7 +44,7 @@ from phloem.stores.backend import Item, num_bytes
 
 __all__ = ["SegmentWriter"]
 
-MAX_FRAME_BYTES = 4 << 20
+MAX_WRITE_BYTES = 4 << 20
 # At most half of a segment is rescued, so eviction makes progress, and at most a third of what was
 # written, so that a store whose objects are all read is not busy with copying. On the conversation
 # trace this gives 96 % of an exact LRU's hits, plain FIFO 90 % (docs/storage.md).
@@ -64,8 +64,6 @@ class SegmentWriter:
         index: Index,
         reader: SegmentReader,
         moves: Moves,
-        *,
-        sync: bool,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._directory = directory
@@ -73,7 +71,6 @@ class SegmentWriter:
         self._index = index
         self._reader = reader
         self._moves = moves
-        self._sync = sync
         self._lock = threading.Lock()
         self._scratch = Scratch()
         self._segment: Segment | None = None
@@ -82,75 +79,98 @@ class SegmentWriter:
         self._completed = 0  # generation of the segment that we filled last
         self._refusal = Status.FULL  # why there is no segment
 
-    def append(self, items: Sequence[Item], digests: Sequence[int]) -> list[Status]:
-        """Write the objects, publish those that were written. FULL, BUSY or ERROR for the rest."""
+    def append(
+        self, items: Sequence[Item], digests: Sequence[int]
+    ) -> tuple[list[Status], set[BlockFile]]:
+        """Write the objects, publish those that were written. FULL, BUSY or ERROR for the rest.
+
+        Also returns the files that a flush must reach.
+        """
         with self._lock:
-            statuses, dirty = self._append(items, digests)
-            for file in dirty if self._sync else ():
-                file.sync()
-            return statuses
+            return self._append(items, digests)
 
     def _append(
         self, items: Sequence[Item], digests: Sequence[int]
     ) -> tuple[list[Status], set[BlockFile]]:
         statuses: list[Status] = []
         dirty: set[BlockFile] = set()
-        while len(statuses) < len(items):
-            first = len(statuses)
-            todo = items[first:]
-            count = self._num_fitting(todo)
-            if count == 0:
+        while (first := len(statuses)) < len(items):
+            frames = self._plan(items, first)
+            if not frames:
                 with self._moves.moving():
                     taken = self._take_segment()
                 if not taken:
-                    self.counters["put_refused_" + self._refusal.value] += len(todo)
-                    statuses += [self._refusal] * len(todo)
+                    num_left = len(items) - first
+                    self.counters["put_refused_" + self._refusal.value] += num_left
+                    statuses += [self._refusal] * num_left
                 continue
             assert self._segment is not None, "objects fit into no segment"
+            end = frames[-1].stop
             dirty.add(self._segment.file)
             try:
-                self._write_frame(self._segment, todo[:count], digests[first : first + count])
-                statuses += [Status.OK] * count
-                self._credit_bytes += sum(map(num_bytes, todo[:count])) // RESCUE_PER_WRITTEN
+                self._write(self._segment, items, digests, frames)
+                statuses += [Status.OK] * (end - first)
+                self._credit_bytes += sum(map(num_bytes, items[first:end])) // RESCUE_PER_WRITTEN
             except OSError as error:
                 self._abandon(error)
                 status = Status.FULL if error.errno in _NO_ROOM else Status.ERROR
-                statuses += [status] * count
+                statuses += [status] * (end - first)
         return statuses, dirty
 
-    def _num_fitting(self, items: Sequence[Item]) -> int:
-        """How many of the first items make one frame in what is left of the segment."""
+    def _plan(self, items: Sequence[Item], first: int) -> list[range]:
+        """Which of the items from `first` on make the frames of one write into the segment."""
         segment = self._segment
         if segment is None or segment.broken:
-            return 0
-        room = self._directory.geometry.segment_bytes - segment.tail - BLOCK
+            return []
+        room = self._directory.geometry.segment_bytes - segment.tail
+        frames: list[range] = []
         total = 0
-        for count, item in enumerate(items[:MAX_ENTRIES]):
-            total += padded(num_bytes(item))
-            if total > room or (count and total > MAX_FRAME_BYTES):
-                return count
-        return min(len(items), MAX_ENTRIES)
+        start = at = first
+        while at < len(items):
+            size = padded(num_bytes(items[at]))
+            total += size
+            needed = total + (len(frames) + 1) * BLOCK
+            if needed > room or (at > first and total > MAX_WRITE_BYTES):
+                break
+            at += 1
+            if at - start == MAX_ENTRIES:
+                frames.append(range(start, at))
+                start = at
+        return [*frames, range(start, at)] if at > start else frames
 
-    def _write_frame(self, segment: Segment, items: Sequence[Item], digests: Sequence[int]) -> None:
+    def _write(
+        self,
+        segment: Segment,
+        items: Sequence[Item],
+        digests: Sequence[int],
+        frames: Sequence[range],
+    ) -> None:
+        """Frames behind the tail in one call, then publish them."""
         self._scratch.reset()
         views = [self._segment_head(segment)] if segment.head_due else []
-        head_block = self._scratch.take(BLOCK)
-        views.append(head_block)
-        entries = []
-        at = segment.tail + BLOCK
-        for item, digest in zip(items, digests, strict=True):
-            win = window(item, self._scratch)
-            fill_bounce(item, win)
-            views += win.views
-            entries.append(Entry(item.key, num_bytes(item), at, digest))
-            at += padded(num_bytes(item))
-        frame = FrameHead(segment.tail, at - segment.tail, tuple(entries))
-        head_block[:] = pack_frame_head(segment.generation, frame)
+        heads = []
+        at = segment.tail
+        for places in frames:
+            block = self._scratch.take(BLOCK)
+            views.append(block)
+            start, at = at, at + BLOCK
+            entries = []
+            for place in places:
+                item = items[place]
+                win = window(item, self._scratch)
+                fill_bounce(item, win)
+                views += win.views
+                length = num_bytes(item)
+                entries.append(Entry(item.key, length, at, digests[place]))
+                at += padded(length)
+            heads.append(FrameHead(start, at - start, tuple(entries)))
+            block[:] = pack_frame_head(segment.generation, heads[-1])
         segment.file.write(views, 0 if segment.head_due else segment.tail)
         segment.head_due = False
-        self._index.add(segment, frame.entries)
+        for head in heads:
+            self._index.add(segment, head.entries)
+        self.counters["written_bytes"] += at - segment.tail
         segment.tail = at
-        self.counters["written_bytes"] += frame.num_bytes
 
     def _segment_head(self, segment: Segment) -> memoryview:
         size = self._directory.geometry.segment_bytes
@@ -335,10 +355,9 @@ class SegmentWriter:
         at = 0
         try:
             while at < len(rescued):
-                count = self._num_fitting(rescued[at:])
-                end = at + count
-                self._write_frame(segment, rescued[at:end], digests[at:end])
-                at = end
+                frames = self._plan(rescued, at)
+                self._write(segment, rescued, digests, frames)
+                at = frames[-1].stop
             self.counters["rescued_objects"] += len(rescued)
         except OSError as error:
             self._abandon(error)
