@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from phloem.cache.components import ABSENT
 from phloem.cache.node import Node
 from phloem.cache.prefix_cache import PrefixCache
+from phloem.cache.window_host_invariants import window_host_violations
 from phloem.cache.window_ledger import WindowLedger
 from phloem.core.refs import owner_of, slot_of
 
@@ -20,10 +21,11 @@ def window_violations(cache: PrefixCache, *, idle: bool) -> list[str]:
     if ledger is None:
         return []
     out: list[str] = []
-    for rule in (_places, _pages, _locks, _host):
+    for rule in (_places, _pages, _locks):
         out.extend(rule(cache, ledger))
     out.extend(_tables(cache))
     out.extend(_tails(ledger))
+    out.extend(window_host_violations(cache, idle=idle))
     if idle and ledger.state.locks:
         out.append(f"{len(ledger.state.locks)} window pages are locked at idle")
     if idle and ledger.free_pages + ledger.evictable_pages != ledger.total_pages:
@@ -128,21 +130,3 @@ def _tails(ledger: WindowLedger) -> Iterator[str]:
     wanted = {page for page in ledger.state.home if ledger.tails.is_wanted(page)}
     if wanted != needs:
         yield "the pages that tails need are counted wrong"
-
-
-def _host(cache: PrefixCache, ledger: WindowLedger) -> Iterator[str]:
-    """Every host slot is in exactly one place; what is on the host belongs to a node."""
-    state = ledger.state
-    found: dict[int, Node] = {}
-    for node in _nodes(cache):
-        host = node.extra[0].host
-        if host and len(host) != len(node.chain):
-            yield f"{node} has {len(host) // 8} host places of windows"
-        for slot in node.extra[0].host_list():
-            if slot == ABSENT:
-                continue
-            if slot in found:
-                yield f"window host slot {slot} is in two places"
-            found[slot] = node
-    if found != state.host_home:
-        yield "host copies of windows are not at home"

@@ -24,7 +24,7 @@ class TierConfig:
     write_policy: str = "write_through"
     prefetch_policy: str = "auto"
     page_bytes: int = 1  # of one page, for bandwidths
-    window_page_bytes: int = 0  # the same of the window component
+    window_page_bytes: int = 1  # the same of the window component; 0: there is none
     selective_threshold: int = 2  # uses of a page before write_through_selective copies it
     prefetch_timeout_s: float = 2.0  # of the policy `timeout`, and the most that `auto` waits
     storage_deadline_s: float = 10.0  # of one transfer to or from storage

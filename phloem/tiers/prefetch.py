@@ -133,6 +133,8 @@ class Prefetches:
         first = prefetch.first_page
         if component and prefetch.tail is not None:
             first = prefetch.tail.first_page
+        if first >= len(prefetch.links):
+            return  # nothing of it is missing
         prefetch.transfer_ids += (
             self._flights.submit(
                 TransferKind.PROBE,

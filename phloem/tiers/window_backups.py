@@ -10,7 +10,9 @@ gone on from after a load of one tail.
                       or checkpoint:      before it:    copied
                       copied              copied then
 
-A page is named by its ref: the nodes around it may be cut and joined while it waits.
+What is to be copied is settled when the path is used, and each page of it is copied once: a host
+that is too small for all tails of a path would otherwise push out the first ones for the last for
+ever. Pages are named by their refs: the nodes around them may be cut and joined while they wait.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from phloem.cache import PrefixCache
 from phloem.cache.node import Node
@@ -31,6 +34,14 @@ __all__ = ["WindowBackups"]
 MAX_PAGES = 64  # of one transfer
 MAX_TRIES = 4
 STARTS_PER_PASS = 32
+
+
+@dataclass(slots=True)
+class _Copying:
+    """Pages of one path that want copies, in order; those of its end last."""
+
+    pages: list[int]
+    tries: int = 0
 
 
 class WindowBackups:
@@ -53,10 +64,8 @@ class WindowBackups:
         self._flights = flights
         self._on_backed_up = on_backed_up
         self._max_pages = max(1, min(MAX_PAGES, host.capacity // 4))
-        self._queue: deque[int] = deque()  # pages; the tails of the paths to them want copies
-        self._queued: set[int] = set()
-        self._tries: Counter[int] = Counter()
-        self._busy: set[int] = set()  # pages in a transfer
+        self._queue: deque[_Copying] = deque()
+        self._busy: set[int] = set()  # pages in a transfer, or of a path in the queue
         self._blocked_at = -1  # transfers that had ended when the host had no room
         self.dropped: Counter[str] = Counter()  # pages by reason
 
@@ -66,9 +75,13 @@ class WindowBackups:
 
     def used(self, node: Node) -> None:
         """A request has computed its prompt, or has ended: soon its tail may be gone."""
-        missing = self._missing(WindowPath.down_to(node))
-        if missing:
-            self._start(missing[-1])
+        pages = self._missing(WindowPath.down_to(node))
+        too_many = max(0, len(pages) - self._host.capacity)
+        self.dropped["window_host_full"] += too_many
+        pages = pages[too_many:]
+        if pages:
+            self._busy.update(pages)
+            self._go_on(_Copying(pages))
 
     def pump(self) -> None:
         """Start what can be started now."""
@@ -76,39 +89,32 @@ class WindowBackups:
             return  # nothing has changed since there was no room
         self._blocked_at = -1
         for _ in range(min(STARTS_PER_PASS, len(self._queue))):
-            last = self._queue.popleft()
-            self._queued.discard(last)
-            if not self._start(last):
+            if not self._go_on(self._queue.popleft()):
                 break
 
-    def _start(self, last: int) -> bool:
-        """Begin the next copies of the path to a page; False if the host has no room now."""
-        node = self._ledger.state.home.get(last)
-        if node is None or node.detached:
-            self._tries.pop(last, None)
-            self.dropped["window_left_before_copied"] += node is None
-            return True
-        missing = self._missing(WindowPath.down_to(node, node.extra[0].ref_list().index(last) + 1))
-        pages = [page for page in missing if page not in self._busy][: self._max_pages]
+    def _go_on(self, copying: _Copying) -> bool:
+        """Begin the next copies of a path; False if the host has no room now."""
+        pages = self._next(copying)
         if not pages:
-            self._tries.pop(last, None)
-            return True  # all there, or in a transfer, at whose end it is looked at again
+            return True
         backup = self._host.begin_backup(self._ledger.state.home[pages[-1]], pages)
         if backup is None:
-            self._try_again(last, len(missing), "window_host_full")
+            self._try_again(copying, "window_host_full")
             self._blocked_at = self._flights.num_ended
             return False
-        self._busy.update(pages)
+        count = copying.pages.index(pages[-1]) + 1
+        now, later = copying.pages[:count], copying.pages[count:]
 
         def on_end(result: TransferResult) -> None:
-            self._busy.difference_update(pages)
             done = bool(result.done.all())
             self._host.end_backup(backup, done=done)
-            if done:
-                self._on_backed_up(backup.window_slots[-1])
-                self._enqueue(last)
-            else:
-                self._try_again(last, len(pages), "window_copy_failed")
+            if not done:
+                self._try_again(copying, "window_copy_failed")
+                return
+            self._on_backed_up(backup.window_slots[-1])
+            self._busy.difference_update(now)
+            if later:
+                self._queue.append(_Copying(later, copying.tries))
 
         self._flights.submit(
             TransferKind.BACKUP_HOST,
@@ -119,11 +125,29 @@ class WindowBackups:
         )
         return True
 
-    def _missing(self, path: WindowPath) -> list[int]:
-        """Pages of the path's tails that have no copy, in order.
+    def _next(self, copying: _Copying) -> list[int]:
+        """The next pages of a path that are there and have no copy, a transfer's worth."""
+        homes = self._ledger.state.home
+        gone = [page for page in copying.pages if page not in homes]
+        self._busy.difference_update(gone)
+        self.dropped["window_left_before_copied"] += len(gone)
+        copying.pages = [page for page in copying.pages if page in homes]
+        there = [page for page in copying.pages if not homes[page].detached]
+        if not there:
+            self._busy.difference_update(copying.pages)
+            return []
+        path = WindowPath.down_to(homes[there[-1]])
+        missing = set(path.refs[~path.on_host].tolist())
+        wanted = [page for page in there if page in missing]
+        if not wanted:
+            self._busy.difference_update(copying.pages)
+        return wanted[: self._max_pages]
 
-        Of tails inside the path only those count that others go on from, or that are kept every so
-        many tokens; but a repeat of the prompt goes on one page before an end on a page's border.
+    def _missing(self, path: WindowPath) -> list[int]:
+        """Pages of the path's tails that have no copy and are to get one, in order.
+
+        Of tails inside the path only those count that others may go on from, or that are kept every
+        so many tokens; but a repeat of a prompt that ends on a page's border goes on a page before.
         """
         refs, end = path.refs.tolist(), len(path)
         wanted: set[int] = set()
@@ -132,17 +156,20 @@ class WindowBackups:
             if tail is not None and (not tail.passed or page >= end - 2):
                 wanted.update(tail.pages)
         copied = path.on_host.tolist()
+        slots = path.slots.tolist()
+        self._host.touch(
+            slot for ref, slot in zip(refs, slots, strict=True) if slot >= 0 and ref in wanted
+        )
+        wanted -= self._busy
         return [ref for ref, there in zip(refs, copied, strict=True) if ref in wanted and not there]
 
-    def _enqueue(self, last: int) -> None:
-        if last not in self._queued:
-            self._queued.add(last)
-            self._queue.append(last)
+    def _try_again(self, copying: _Copying, reason: str) -> None:
+        copying.tries += 1
+        if copying.tries >= MAX_TRIES:
+            self._give_up(copying, reason)
+        else:
+            self._queue.append(copying)
 
-    def _try_again(self, last: int, num_pages: int, reason: str) -> None:
-        self._tries[last] += 1
-        if self._tries[last] >= MAX_TRIES:
-            del self._tries[last]
-            self.dropped[reason] += num_pages
-            return
-        self._enqueue(last)
+    def _give_up(self, copying: _Copying, reason: str) -> None:
+        self._busy.difference_update(copying.pages)
+        self.dropped[reason] += len(copying.pages)

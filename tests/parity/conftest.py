@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.models.checkpoints import make_checkpoint
+from tests.models.checkpoints import make_checkpoint, make_windowed
 from tests.parity.rig import Cold
+
+Windowed = Callable[[str, int], tuple[Path, Cold]]
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +25,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def cold(tiny: Path) -> Cold:
     return Cold(tiny)
+
+
+@pytest.fixture(scope="session")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Windowed:
+    """(family, window) -> a random checkpoint of three layers and the cold engine over it."""
+
+    @functools.cache
+    def make(family: str, window: int) -> tuple[Path, Cold]:
+        path = tmp_path_factory.mktemp("parity") / f"{family}-{window}"
+        make_windowed(family, path, window=window)
+        return path, Cold(path)
+
+    return make

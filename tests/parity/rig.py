@@ -132,6 +132,7 @@ class Rig:
         window_pages: int | None = None,
         window_host_pages: int | None = None,
         checkpoint: int = 0,
+        kernels: str = "auto",
     ) -> None:
         self.page_size = page_size
         self.logits: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
@@ -146,6 +147,7 @@ class Rig:
             transfer_hooks=transfer_hooks,
             window_pages=window_pages,
             window_host_pages=window_host_pages,
+            kernels=kernels,
         )
         self.recorder = Recorder(self.loaded)
         self.cache = PrefixCache(
