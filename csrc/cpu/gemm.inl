@@ -1,8 +1,8 @@
 // y = x W^T over packed panels of 16 output columns.
 //
-//   panel p, f32 and i8:   [k][16 columns]
-//   panel p, bf16:         [k / 2][16 columns][2]   (k even, k odd side by side in 32 bits, so that
-//                          a shift and a mask widen both; also the order of VNNI and AMX tiles)
+//   panel p, f32:    [k][16 columns]
+//   panel p, bf16:   [k / 2][16 columns][2]   (k even, k odd side by side in 32 bits, so that
+//                    a shift and a mask widen both; also the order of VNNI and AMX tiles)
 //
 // Every output is one chain of multiply-adds in the order of k, whatever m is: a row's result does
 // not depend on the rows beside it (batch-invariant), to the last bit.
@@ -15,9 +15,6 @@ namespace PHLOEM_NS {
 
 // Vector v of row k (odd or even) of the pair of rows at p: 32 elements.
 template <int ODD> PHLOEM_INLINE vf panel_row(const float *p, int v) {
-    return load(p + ODD * kPanel + v * W);
-}
-template <int ODD> PHLOEM_INLINE vf panel_row(const int8_t *p, int v) {
     return load(p + ODD * kPanel + v * W);
 }
 template <int ODD> PHLOEM_INLINE vf panel_row(const uint16_t *p, int v) {
@@ -111,9 +108,8 @@ struct Epilogue {
         return imin<int64_t>(kPanel, task.w->n - panel * kPanel);
     }
     void finish(float *tile, int64_t panel) const {
-        const float *scales = task.w->scales, *bias = task.w->bias;
+        const float *bias = task.w->bias;
         int64_t n = width(panel);
-        for (int64_t c = 0; scales && c < n; ++c) tile[c] *= scales[panel * kPanel + c];
         for (int64_t c = 0; bias && c < n; ++c) tile[c] += bias[panel * kPanel + c];
     }
     template <class YT, class RT>
@@ -201,11 +197,8 @@ template <class WT> static void gemm_panels(const GemmTask &task) {
 }
 
 static void gemm(const GemmTask &task) {
-    switch (task.w->format) {
-        case PHLOEM_W_F32: gemm_panels<float>(task); break;
-        case PHLOEM_W_BF16: gemm_panels<uint16_t>(task); break;
-        default: gemm_panels<int8_t>(task); break;
-    }
+    if (task.w->format == PHLOEM_W_F32) gemm_panels<float>(task);
+    else gemm_panels<uint16_t>(task);
 }
 
 }  // namespace PHLOEM_NS

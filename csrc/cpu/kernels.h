@@ -35,17 +35,17 @@ struct DecodeItem {
 struct Kernels {
     void (*to_f32)(const void *x, int32_t dtype, float *y, int64_t n);
     void (*gemm)(const GemmTask &task);
-    // Same, W in GGUF blocks; panel0..panel1 are output columns; xq from quantize_x.
+    // Same, of quantised weights (is_blocks); xq from quantize_x, row after row.
     void (*gemm_blocks)(const GemmTask &task, const void *xq);
     // Activations as 16-bit integers per block of 32, for gemm_blocks.
     void (*quantize_x)(const float *x, int64_t k, void *xq);
-    void (*dequantize)(const phloem_weight &w, int64_t row0, int64_t rows, float *out);
     void (*rmsnorm)(const void *x, void *residual, const float *w, void *y, int32_t dtype,
                     int32_t y_dtype, int64_t m, int64_t d, float eps);
     void (*silu_mul)(const void *gate, const void *up, void *y, int32_t dtype, int64_t m,
                      int64_t d, int64_t in_stride);
-    void (*embedding)(const int32_t *ids, const void *table, int32_t table_dtype, void *y,
-                      int32_t y_dtype, int64_t m, int64_t d);
+    // Rows `ids` of w, as they are when multiplied; row: k floats of scratch.
+    void (*embedding)(const int32_t *ids, const phloem_weight &w, void *y, int32_t y_dtype,
+                      int64_t m, float *row);
     void (*rope)(const phloem_rope_args &args, const phloem_kv_layer &kv,
                  const phloem_batch &batch, int32_t row, int32_t tok0, int32_t tok1);
     int64_t (*tile_scratch_floats)(int64_t tokens, int64_t group, int64_t head_dim);
@@ -70,11 +70,16 @@ constexpr int64_t kPanelColumns = 16;
 constexpr int64_t kBlockWeights = 32;
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t dtype_bytes(int32_t dtype) { return dtype == PHLOEM_F32 ? 4 : 2; }
-inline bool is_blocks(int32_t format) { return format >= PHLOEM_W_Q4_0; }
+inline bool is_blocks(int32_t format) { return format >= PHLOEM_W_Q8_0; }
+// 16 columns by 32 of k, see blocks.inl.
 inline int64_t block_bytes(int32_t format) {
-    return format == PHLOEM_W_Q4_0 ? 18 : format == PHLOEM_W_Q4_1 ? 20 : 34;
+    return format == PHLOEM_W_Q4_0 ? 288 : format == PHLOEM_W_Q4_1 ? 320 : 544;
 }
-// A quantised activation block: 32 int16, then scale and sum (float) in the 8 bytes after.
-constexpr int64_t kXqBytes = 72;
+inline int64_t panel_bytes(int32_t format, int64_t k) {
+    if (is_blocks(format)) return ceil_div(k, kBlockWeights) * block_bytes(format);
+    return ceil_div(k, 2) * 2 * kPanelColumns * (format == PHLOEM_W_F32 ? 4 : 2);
+}
+// An activation block: 32 int16, then scale, sum and total (4 bytes each).
+constexpr int64_t kXqBytes = 76;
 
 }  // namespace phloem

@@ -11,7 +11,6 @@ const Kernels PHLOEM_TABLE = {
     PHLOEM_NS::gemm,
     PHLOEM_NS::gemm_blocks,
     PHLOEM_NS::quantize_x,
-    PHLOEM_NS::dequantize,
     PHLOEM_NS::rmsnorm,
     PHLOEM_NS::silu_mul,
     PHLOEM_NS::embedding,

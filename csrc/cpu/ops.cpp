@@ -63,6 +63,16 @@ void run_rmsnorm(phloem_ctx &ctx, const void *x, void *residual, const float *w,
     });
 }
 
+static void run_embedding(phloem_ctx &ctx, const int32_t *ids, const phloem_weight &table, void *y,
+                          int32_t y_dtype, int64_t m) {
+    const int64_t d = table.k, rows = std::max<int64_t>(1, kTaskElements / (8 * d));
+    float *scratch = ctx.scratch.get<float>(ctx.pool.size() * d);
+    ctx.pool.run(ceil_div(m, rows), [&](int64_t i, int thread) {
+        ctx.kernels->embedding(ids + i * rows, table, advance(y, i * rows * d, y_dtype), y_dtype,
+                               std::min(rows, m - i * rows), scratch + thread * d);
+    });
+}
+
 void run_rope(phloem_ctx &ctx, const phloem_rope_args &args, const phloem_kv_layer &kv,
               const phloem_batch &batch) {
     const int64_t cost = (int64_t)(args.num_heads + 2 * kv.num_kv_heads) * kv.head_dim;
@@ -131,20 +141,20 @@ int32_t phloem_silu_mul(phloem_ctx *ctx, const void *gate, const void *up, void 
     return PHLOEM_OK;
 }
 
-int32_t phloem_embedding(phloem_ctx *ctx, const int32_t *ids, const void *table,
-                         int32_t table_dtype, int64_t vocab, void *y, int32_t y_dtype, int64_t m,
-                         int64_t d) {
-    if (!ctx || m < 0 || d < 1 || (m && (!ids || !table || !y)) || !known_dtype(table_dtype) ||
-        !known_dtype(y_dtype))
-        return fail(PHLOEM_E_ARG, "embedding: shape (%lld, %lld)", (long long)m, (long long)d);
+int32_t phloem_embedding(phloem_ctx *ctx, const int32_t *ids, const phloem_weight *table, void *y,
+                         int32_t y_dtype, int64_t m) {
+    if (!ctx || !table || m < 0 || (m && (!ids || !y)) || !known_dtype(y_dtype))
+        return fail(PHLOEM_E_ARG, "embedding: %lld rows, dtype %d", (long long)m, y_dtype);
+    if (int32_t code = check_weight(*table)) return code;
     for (int64_t i = 0; i < m; ++i)
-        if (ids[i] < 0 || ids[i] >= vocab)
+        if (ids[i] < 0 || ids[i] >= table->n)
             return fail(PHLOEM_E_ARG, "embedding: id %d outside 0 ... %lld", ids[i],
-                        (long long)vocab - 1);
-    over_rows(*ctx, m, d, [&](int64_t row, int64_t rows) {
-        ctx->kernels->embedding(ids + row, table, table_dtype, advance(y, row * d, y_dtype),
-                                y_dtype, rows, d);
-    });
+                        (long long)table->n - 1);
+    try {
+        run_embedding(*ctx, ids, *table, y, y_dtype, m);
+    } catch (const std::exception &error) {
+        return fail(PHLOEM_E_MEMORY, "embedding: %s", error.what());
+    }
     return PHLOEM_OK;
 }
 

@@ -18,18 +18,18 @@
 extern "C" {
 #endif
 
-#define PHLOEM_ABI_VERSION 1
+#define PHLOEM_ABI_VERSION 2
 
 enum { PHLOEM_OK = 0, PHLOEM_E_ARG = -1, PHLOEM_E_MEMORY = -2, PHLOEM_E_ISA = -3 };
 enum { PHLOEM_F32 = 0, PHLOEM_BF16 = 1 };
-/* Weight formats. F32/BF16/I8 are packed by phloem_pack_weight; the Q formats are GGUF rows. */
+/* Weight formats. The Q formats are GGUF's: blocks of 32 weights along k with fp16 scales. */
 enum {
     PHLOEM_W_F32 = 0,
     PHLOEM_W_BF16 = 1,
-    PHLOEM_W_I8 = 2,
+    PHLOEM_W_Q8_0 = 2,
     PHLOEM_W_Q4_0 = 3,
     PHLOEM_W_Q4_1 = 4,
-    PHLOEM_W_Q8_0 = 5
+    PHLOEM_NUM_W = 5
 };
 enum { PHLOEM_ISA_PLAIN = 0, PHLOEM_ISA_AVX2 = 1, PHLOEM_ISA_AVX512 = 2, PHLOEM_NUM_ISAS = 3 };
 
@@ -37,9 +37,8 @@ typedef struct phloem_ctx phloem_ctx;
 
 /* A weight matrix W (n, k) for y = x W^T. */
 typedef struct {
-    const void *data;    /* packed panels, or GGUF rows as they are */
-    const float *scales; /* I8: (n) one per output column; else NULL */
-    const float *bias;   /* (n), or NULL */
+    const void *data;  /* packed panels */
+    const float *bias; /* (n), or NULL */
     int64_t n, k;
     int32_t format;
     int32_t reserved;
@@ -125,14 +124,18 @@ PHLOEM_API int64_t phloem_ctx_workspace_bytes(const phloem_ctx *ctx);
 PHLOEM_API int64_t phloem_ctx_workspace_grows(const phloem_ctx *ctx);
 
 PHLOEM_API int64_t phloem_packed_bytes(int32_t format, int64_t n, int64_t k);
-/* Pack W (n, k), row stride `w_stride`, of dtype F32 or BF16. I8 also writes scales (n). */
+/* Pack W (n, k), row stride `w_stride`, of dtype F32 or BF16, as F32, BF16 or Q8_0. */
 PHLOEM_API int32_t phloem_pack_weight(int32_t format, const void *w, int32_t w_dtype, int64_t n,
-                                      int64_t k, int64_t w_stride, void *out, float *scales);
+                                      int64_t k, int64_t w_stride, void *out);
 /* Pack gate and up (each (n, k)) in turn, 16 columns each, as one weight of 2n columns.
  * n must be a multiple of 16. */
 PHLOEM_API int32_t phloem_pack_gate_up(int32_t format, const void *gate, const void *up,
                                        int32_t w_dtype, int64_t n, int64_t k, int64_t w_stride,
-                                       void *out, float *scales);
+                                       void *out);
+/* Pack rows of GGUF blocks (n rows of k weights, k a multiple of 32): the same bits in the order
+ * of panels. */
+PHLOEM_API int32_t phloem_pack_blocks(int32_t format, const void *rows, int64_t n, int64_t k,
+                                      void *out);
 
 PHLOEM_API int32_t phloem_gemm(phloem_ctx *ctx, const phloem_gemm_args *args);
 /* y = x / rms(x) * w; with `residual` (m, d): residual += x first, and residual is normalised. */
@@ -141,10 +144,10 @@ PHLOEM_API int32_t phloem_rmsnorm(phloem_ctx *ctx, const void *x, void *residual
 /* y (m, d) = silu(gate) * up. */
 PHLOEM_API int32_t phloem_silu_mul(phloem_ctx *ctx, const void *gate, const void *up, void *y,
                                    int32_t dtype, int64_t m, int64_t d, int64_t in_stride);
-/* y (m, d) = table[ids], copied or widened. */
-PHLOEM_API int32_t phloem_embedding(phloem_ctx *ctx, const int32_t *ids, const void *table,
-                                    int32_t table_dtype, int64_t vocab, void *y, int32_t y_dtype,
-                                    int64_t m, int64_t d);
+/* y (m, k) = rows `ids` of a packed table (n, k), in y's dtype. */
+PHLOEM_API int32_t phloem_embedding(phloem_ctx *ctx, const int32_t *ids,
+                                    const phloem_weight *table, void *y, int32_t y_dtype,
+                                    int64_t m);
 /* Every slot that the batch can touch lies in the pool: once per step, the calls below trust it. */
 PHLOEM_API int32_t phloem_check_batch(const phloem_kv_layer *kv, const phloem_batch *batch,
                                       int64_t max_position);

@@ -77,21 +77,6 @@ static void silu_mul(const void *gate, const void *up, void *y, int32_t dtype, i
                       in_stride);
 }
 
-static void embedding(const int32_t *ids, const void *table, int32_t table_dtype, void *y,
-                      int32_t y_dtype, int64_t m, int64_t d) {
-    for (int64_t row = 0; row < m; ++row) {
-        const int64_t at = ids[row] * d;
-        if (table_dtype == y_dtype) {
-            const int64_t bytes = dtype_bytes(y_dtype);
-            memcpy((char *)y + row * d * bytes, (const char *)table + at * bytes, d * bytes);
-        } else if (table_dtype == PHLOEM_BF16) {
-            widen((const uint16_t *)table + at, (float *)y + row * d, d);
-        } else {
-            narrow((const float *)table + at, (uint16_t *)y + row * d, d);
-        }
-    }
-}
-
 // One head: [RMSNorm,] rotate pairs (i, i + rotary_dim / 2), into `out` of either dtype.
 template <class T, class OUT>
 static void rope_head(const T *x, OUT *out, const float *norm, const phloem_rope_args &args,

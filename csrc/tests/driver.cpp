@@ -62,17 +62,15 @@ double tolerance(int32_t dtype) { return dtype == PHLOEM_F32 ? 1e-4 : 2e-2; }
 
 void check_gemm(phloem_ctx *ctx, int32_t format, int32_t dtype, int m, int n, int k) {
     Array x(dtype, (size_t)m * k), w(PHLOEM_F32, (size_t)n * k), y(dtype, (size_t)m * n);
-    std::vector<float> scales(n), bias(n);
+    std::vector<float> bias(n);
     for (float &b : bias) b = normal();
     std::vector<char> packed(phloem_packed_bytes(format, n, k));
-    expect(phloem_pack_weight(format, w.data(), PHLOEM_F32, n, k, k, packed.data(),
-                              scales.data()) == 0, "pack");
+    expect(phloem_pack_weight(format, w.data(), PHLOEM_F32, n, k, k, packed.data()) == 0, "pack");
     Array residual = y;
-    phloem_weight weight{packed.data(), format == PHLOEM_W_I8 ? scales.data() : nullptr,
-                         bias.data(), n, k, format, 0};
+    phloem_weight weight{packed.data(), bias.data(), n, k, format, 0};
     phloem_gemm_args args{x.data(), y.data(), y.data(), &weight, m, k, n, n, dtype, dtype, dtype, 0};
     expect(phloem_gemm(ctx, &args) == 0, phloem_last_error());
-    const double slack = format == PHLOEM_W_I8 ? 0.05 * std::sqrt(k) : tolerance(dtype) * 2;
+    const double slack = format == PHLOEM_W_Q8_0 ? 0.05 * std::sqrt(k) : tolerance(dtype) * 2;
     for (int i = 0; i < m; ++i)
         for (int j = 0; j < n; ++j) {
             double sum = bias[j] + residual.at((size_t)i * n + j);
@@ -106,7 +104,9 @@ void check_blocks(phloem_ctx *ctx, int32_t format, int m, int n, int k) {
         }
     }
     Array x(PHLOEM_F32, (size_t)m * k), y(PHLOEM_F32, (size_t)m * n);
-    phloem_weight weight{raw.data(), nullptr, nullptr, n, k, format, 0};
+    std::vector<char> packed(phloem_packed_bytes(format, n, k));
+    expect(phloem_pack_blocks(format, raw.data(), n, k, packed.data()) == 0, "pack blocks");
+    phloem_weight weight{packed.data(), nullptr, n, k, format, 0};
     phloem_gemm_args args{x.data(), y.data(), nullptr, &weight, m, k, n, 0, 0, 0, 0, 0};
     expect(phloem_gemm(ctx, &args) == 0, phloem_last_error());
     for (int i = 0; i < m; ++i)
@@ -120,6 +120,11 @@ void check_blocks(phloem_ctx *ctx, int32_t format, int m, int n, int k) {
             expect(std::fabs(y.at((size_t)i * n + j) - sum) < 1e-4 * size, "blocks",
                    y.at((size_t)i * n + j) - sum);
         }
+    std::vector<int32_t> ids{n - 1, 0};
+    Array rows(PHLOEM_F32, 2 * k);
+    expect(phloem_embedding(ctx, ids.data(), &weight, rows.data(), PHLOEM_F32, 2) == 0, "rows");
+    for (int t = 0; t < k; ++t)
+        close_to(rows.at(t), w[(size_t)(n - 1) * k + t], 1e-6, "a row of blocks");
 }
 
 // A pool whose every slot is NaN but those that the rows of a batch have written.
@@ -227,11 +232,11 @@ void check_layer(phloem_ctx *ctx, int32_t dtype, int tokens) {
         packed.emplace_back(phloem_packed_bytes(PHLOEM_W_BF16, n, k));
         const float *half = w.f.data() + (size_t)n / 2 * k;
         const int code = gate_up ? phloem_pack_gate_up(PHLOEM_W_BF16, w.data(), half, PHLOEM_F32,
-                                                       n / 2, k, k, packed.back().data(), nullptr)
+                                                       n / 2, k, k, packed.back().data())
                                  : phloem_pack_weight(PHLOEM_W_BF16, w.data(), PHLOEM_F32, n, k, k,
-                                                      packed.back().data(), nullptr);
+                                                      packed.back().data());
         expect(code == 0, "pack");
-        return phloem_weight{packed.back().data(), nullptr, nullptr, n, k, PHLOEM_W_BF16, 0};
+        return phloem_weight{packed.back().data(), nullptr, n, k, PHLOEM_W_BF16, 0};
     };
     packed.reserve(4);
     phloem_layer layer{};
@@ -275,11 +280,13 @@ void check_small(phloem_ctx *ctx, int32_t dtype, int n) {
     for (int i = 1; i < (n + 1) / 2; ++i) expect(values[i] <= values[i - 1], "top_k falls");
     std::vector<int32_t> ids{2, 0};
     Array out(PHLOEM_F32, 2 * n);
-    expect(phloem_embedding(ctx, ids.data(), x.data(), dtype, 3, out.data(), PHLOEM_F32, 2, n) == 0,
-           "embedding");
+    std::vector<char> packed(phloem_packed_bytes(dtype, 3, n));  // formats and dtypes agree
+    expect(phloem_pack_weight(dtype, x.data(), dtype, 3, n, n, packed.data()) == 0, "pack");
+    phloem_weight table{packed.data(), nullptr, 3, n, dtype, 0};
+    expect(phloem_embedding(ctx, ids.data(), &table, out.data(), PHLOEM_F32, 2) == 0, "embedding");
     expect(out.at(0) == x.at(2 * n), "embedding row");
     ids[0] = 3;
-    expect(phloem_embedding(ctx, ids.data(), x.data(), dtype, 3, out.data(), PHLOEM_F32, 2, n) != 0,
+    expect(phloem_embedding(ctx, ids.data(), &table, out.data(), PHLOEM_F32, 2) != 0,
            "an id outside the table is refused");
     std::vector<int64_t> from{2, 0}, to{0, 1};
     expect(phloem_copy_pages(ctx, y.data(), x.data(), to.data(), from.data(), 2,
@@ -297,7 +304,7 @@ int main() {
             if (!ctx) return printf("%s\n", phloem_last_error()), 1;
             for (int32_t dtype : {PHLOEM_F32, PHLOEM_BF16}) {
                 for (int m : {1, 2, 5, 9, 33})
-                    for (int32_t format : {PHLOEM_W_F32, PHLOEM_W_BF16, PHLOEM_W_I8})
+                    for (int32_t format : {PHLOEM_W_F32, PHLOEM_W_BF16, PHLOEM_W_Q8_0})
                         check_gemm(ctx, format, dtype, m, uniform(1, 70), uniform(1, 90));
                 check_gemm(ctx, PHLOEM_W_BF16, dtype, 300, 20, 33);
                 for (int page_size : {1, 4, 16, 64}) {
@@ -309,7 +316,7 @@ int main() {
                 for (int n : {1, 7, 16, 65}) check_small(ctx, dtype, n);
             }
             for (int32_t format : {PHLOEM_W_Q4_0, PHLOEM_W_Q4_1, PHLOEM_W_Q8_0})
-                for (int m : {1, 2, 3, 20}) check_blocks(ctx, format, m, uniform(1, 40), 96);
+                for (int m : {1, 2, 3, 20, 270}) check_blocks(ctx, format, m, uniform(1, 40), 96);
             phloem_ctx_destroy(ctx);
         }
         printf("isa %d: checked\n", isa);

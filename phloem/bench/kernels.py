@@ -113,7 +113,7 @@ def _gemms(kernels: NativeKernels, rounds: int, bandwidth: float) -> Results:
     weight_bytes = packed[0].num_bytes
     fractions = [weight_bytes / us / 1e3 / bandwidth for us in results[0]["samples"]]
     results.append(_figure("gemm_m1_bandwidth_fraction", fractions, "fraction"))
-    int8 = [pack(w, format=WeightFormat.INT8) for w in plain]
+    int8 = [pack(w, format=WeightFormat.Q8_0) for w in plain]
     results += _product("gemm_int8_m1", kernels, int8, plain, 1, rounds)
     shape = (2 * INNER, HIDDEN // 32 * 18)
     blocks = [

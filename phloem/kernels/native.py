@@ -156,21 +156,18 @@ class NativeKernels:
         )
         return out
 
-    def embedding(self, ids: Tensor, table: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    def embedding(self, ids: Tensor, table: PackedWeight, dtype: torch.dtype) -> Tensor:
         """Rows `ids` (m,) of table (vocab, d). Raises ValueError for an id outside the table."""
-        ids32, table = ids.to(torch.int32).contiguous(), table.contiguous()
-        out = torch.empty((len(ids), table.shape[1]), dtype=dtype or table.dtype)
+        ids32 = ids.to(torch.int32).contiguous()
+        out = torch.empty((len(ids), table.k), dtype=dtype)
         abi.check(
             self._lib.phloem_embedding(
                 self._ctx,
                 address(ids32),
-                address(table),
-                dtype_number(table),
-                table.shape[0],
+                c.byref(table.struct()),
                 address(out),
                 dtype_number(out),
                 len(ids32),
-                table.shape[1],
             )
         )
         return out

@@ -35,7 +35,7 @@ __all__ = [
     "usable_cpus",
 ]
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 PANEL = 16  # output columns that are packed together
 ISA_ENV = "PHLOEM_CPU_ISA"
 LIBRARY_ENV = "PHLOEM_CPU_LIBRARY"
@@ -50,14 +50,13 @@ class Dtype(enum.IntEnum):
 
 
 class WeightFormat(enum.IntEnum):
-    """How a weight matrix is stored: packed panels, or GGUF blocks as they are in the file."""
+    """What a weight matrix is packed as: floats, or integers with GGUF's scales per 32 of them."""
 
     F32 = 0
     BF16 = 1
-    INT8 = 2
+    Q8_0 = 2
     Q4_0 = 3
     Q4_1 = 4
-    Q8_0 = 5
 
 
 class CpuIsa(enum.Enum):
@@ -75,7 +74,6 @@ ISA_NUMBERS = {CpuIsa.PLAIN: 0, CpuIsa.AVX2: 1, CpuIsa.AVX512: 2}
 class Weight(c.Structure):
     _fields_ = (
         ("data", _PTR),
-        ("scales", _PTR),
         ("bias", _PTR),
         ("n", _I64),
         ("k", _I64),
@@ -203,12 +201,13 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "phloem_ctx_workspace_bytes": (_I64, (_PTR,)),
     "phloem_ctx_workspace_grows": (_I64, (_PTR,)),
     "phloem_packed_bytes": (_I64, (_I32, _I64, _I64)),
-    "phloem_pack_weight": (_I32, (_I32, _PTR, _I32, _I64, _I64, _I64, _PTR, _PTR)),
-    "phloem_pack_gate_up": (_I32, (_I32, _PTR, _PTR, _I32, _I64, _I64, _I64, _PTR, _PTR)),
+    "phloem_pack_weight": (_I32, (_I32, _PTR, _I32, _I64, _I64, _I64, _PTR)),
+    "phloem_pack_gate_up": (_I32, (_I32, _PTR, _PTR, _I32, _I64, _I64, _I64, _PTR)),
+    "phloem_pack_blocks": (_I32, (_I32, _PTR, _I64, _I64, _PTR)),
     "phloem_gemm": (_I32, (_PTR, c.POINTER(GemmArgs))),
     "phloem_rmsnorm": (_I32, (_PTR, _PTR, _PTR, _PTR, _PTR, _I32, _I64, _I64, _F32)),
     "phloem_silu_mul": (_I32, (_PTR, _PTR, _PTR, _PTR, _I32, _I64, _I64, _I64)),
-    "phloem_embedding": (_I32, (_PTR, _PTR, _PTR, _I32, _I64, _PTR, _I32, _I64, _I64)),
+    "phloem_embedding": (_I32, (_PTR, _PTR, c.POINTER(Weight), _PTR, _I32, _I64)),
     "phloem_check_batch": (_I32, (_KV, _BATCH, _I64)),
     "phloem_rope_kv_write": (_I32, (_PTR, c.POINTER(RopeArgs), _KV, _BATCH)),
     "phloem_attention": (_I32, (_PTR, c.POINTER(AttentionArgs), _KV, _BATCH)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from phloem.kernels import native_abi as abi
@@ -24,11 +23,11 @@ __all__ = ["pack", "pack_blocks", "pack_gate_up", "pack_gate_up_blocks"]
 def pack(
     weight: Tensor, bias: Tensor | None = None, *, format: WeightFormat | None = None
 ) -> PackedWeight:
-    """Pack weight (n, k); by default in its own dtype. INT8: one scale per output column."""
+    """Pack weight (n, k); by default in its own dtype. Q8_0 quantises it, 32 weights to a scale."""
     weight = rows_of(weight, "weight")
     n, k = weight.shape
     kind = WeightFormat(dtype_number(weight)) if format is None else format
-    data, scales = _storage(kind, n, k)
+    data = _storage(kind, n, k)
     abi.check(
         abi.library().phloem_pack_weight(
             int(kind),
@@ -38,10 +37,9 @@ def pack(
             k,
             weight.stride(0),
             address(data),
-            address(scales),
         )
     )
-    return PackedWeight(data, n, k, kind, scales, _fp32(bias))
+    return PackedWeight(data, n, k, kind, _fp32(bias))
 
 
 def pack_gate_up(gate: Tensor, up: Tensor, *, format: WeightFormat | None = None) -> PackedWeight:
@@ -51,7 +49,7 @@ def pack_gate_up(gate: Tensor, up: Tensor, *, format: WeightFormat | None = None
         raise ValueError("gate and up must be alike")
     n, k = gate.shape
     kind = WeightFormat(dtype_number(gate)) if format is None else format
-    data, scales = _storage(kind, 2 * n, k)
+    data = _storage(kind, 2 * n, k)
     abi.check(
         abi.library().phloem_pack_gate_up(
             int(kind),
@@ -62,16 +60,21 @@ def pack_gate_up(gate: Tensor, up: Tensor, *, format: WeightFormat | None = None
             k,
             gate.stride(0),
             address(data),
-            address(scales),
         )
     )
-    return PackedWeight(data, 2 * n, k, kind, scales, gate_up=True)
+    return PackedWeight(data, 2 * n, k, kind, gate_up=True)
 
 
 def pack_blocks(matrix: BlockMatrix, bias: Tensor | None = None) -> PackedWeight:
-    """A weight whose GGUF blocks are used as they are."""
+    """A weight of GGUF blocks: every bit is kept, in another order."""
     n, k = matrix.shape
-    return PackedWeight(matrix.raw.view(-1), n, k, matrix.format, None, _fp32(bias))
+    data = _storage(matrix.format, n, k)
+    abi.check(
+        abi.library().phloem_pack_blocks(
+            int(matrix.format), address(matrix.raw), n, k, address(data)
+        )
+    )
+    return PackedWeight(data, n, k, matrix.format, _fp32(bias))
 
 
 def pack_gate_up_blocks(gate: BlockMatrix, up: BlockMatrix) -> PackedWeight:
@@ -79,9 +82,8 @@ def pack_gate_up_blocks(gate: BlockMatrix, up: BlockMatrix) -> PackedWeight:
     return replace(pack_blocks(BlockMatrix.alternate(gate, up)), gate_up=True)
 
 
-def _storage(kind: WeightFormat, n: int, k: int) -> tuple[Tensor, Tensor | None]:
-    data = aligned_bytes(abi.check(abi.library().phloem_packed_bytes(int(kind), n, k)))
-    return data, torch.empty(n) if kind is WeightFormat.INT8 else None
+def _storage(kind: WeightFormat, n: int, k: int) -> Tensor:
+    return aligned_bytes(abi.check(abi.library().phloem_packed_bytes(int(kind), n, k)))
 
 
 def _fp32(tensor: Tensor | None) -> Tensor | None:

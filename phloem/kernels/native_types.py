@@ -54,26 +54,23 @@ def aligned_bytes(count: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A weight (n, k) in the form that `gemm` reads. Owns `data`, `scales` and `bias` (fp32)."""
+    """A weight (n, k) in the form that `gemm` reads. Owns `data` and `bias` (fp32)."""
 
     data: Tensor
     n: int
     k: int
     format: WeightFormat
-    scales: Tensor | None = None
     bias: Tensor | None = None
     gate_up: bool = False  # columns are gate and up in turn, 16 each
 
     @property
     def num_bytes(self) -> int:
-        extra = [t for t in (self.scales, self.bias) if t is not None]
-        return self.data.numel() + sum(4 * t.numel() for t in extra)
+        return self.data.numel() + (0 if self.bias is None else 4 * self.bias.numel())
 
     def struct(self) -> abi.Weight:
         """Borrows this object's tensors."""
         return abi.Weight(
             data=self.data.data_ptr(),
-            scales=address(self.scales),
             bias=address(self.bias),
             n=self.n,
             k=self.k,

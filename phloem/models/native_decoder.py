@@ -70,7 +70,7 @@ class NativeDecoder:
         on_layer: Callable[[], None],
     ) -> Tensor:
         """Hidden states after the last layer, before the final norm: (N, hidden)."""
-        hidden = self._kernels.embedding(tokens, self._weights.embedding)
+        hidden = self._kernels.embedding(tokens, self._weights.embedding, self.dtype)
         for layer, kv in zip(self._layers, self._kv, strict=True):
             self._kernels.layer_forward(layer, kv, meta[0], hidden)
             on_layer()

@@ -3,10 +3,10 @@
 What `--quantization` makes of a matrix (rows of merged matrices must agree, else the next line):
 
                             none     int8               q4
-    floats                  dtype    int8 per row       dtype
-    Q4_0, Q4_1              dtype    int8 per row       the file's blocks
+    floats                  dtype    int8               dtype
+    Q4_0, Q4_1              dtype    int8               the file's blocks
     Q8_0                    dtype    the file's blocks  the file's blocks
-    any other blocks, mixed dtype    int8 per row       int8 per row
+    other blocks, mixed    dtype    int8               int8 per row
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class PackedLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedDecoder:
-    """A whole decoder. `dtype` is that of the residual stream."""
+    """A whole decoder; a tied head is the embedding. `dtype`: of the residual stream."""
 
     dtype: torch.dtype
-    embedding: Tensor
+    embedding: PackedWeight
     layers: tuple[PackedLayer, ...]
     norm: Tensor  # fp32
     head: PackedWeight
@@ -74,7 +74,8 @@ class PackedDecoder:
     def num_bytes(self) -> int:
         """Bytes of everything; what is shared counts once."""
         layers = sum(layer.num_bytes for layer in self.layers)
-        return self.embedding.nbytes + layers + self.norm.nbytes + self.head.num_bytes
+        head = 0 if self.head is self.embedding else self.head.num_bytes
+        return self.embedding.num_bytes + layers + self.norm.nbytes + head
 
 
 def load_packed(
@@ -94,12 +95,13 @@ def load_packed(
         if quantisation is Quantisation.Q4:
             _need_q4(checkpoint, path)
         pieces = checkpoint.pieces
+        embedding = packer.linear(pieces.embedding)
         return PackedDecoder(
             dtype=dtype,
-            embedding=checkpoint.stack(pieces.embedding.weight, dtype, CPU),
+            embedding=embedding,
             layers=tuple(packer.layer(i) for i in range(config.num_layers)),
             norm=packer.norm(pieces.norm),
-            head=packer.linear(pieces.head or pieces.embedding),
+            head=packer.linear(pieces.head) if pieces.head else embedding,
         )
 
 
@@ -165,4 +167,4 @@ class _Packer:
         if self._quantisation is Quantisation.NONE:
             return None
         quantised = all(self._checkpoint.is_quantised(piece) for piece in pieces.weight)
-        return WeightFormat.INT8 if self._quantisation is Quantisation.INT8 or quantised else None
+        return WeightFormat.Q8_0 if self._quantisation is Quantisation.INT8 or quantised else None

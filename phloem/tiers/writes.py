@@ -54,7 +54,7 @@ class StorageWrites:
         self._queue: deque[int] = deque()
         self._queued: dict[int, int] = {}  # ids of nodes in the queue, and their pages
         self._tries: dict[int, int] = {}
-        self._busy: set[int] = set()
+        self._busy: set[int] = set()  # slots that are read: nodes may be joined or cut meanwhile
         self._blocked_at = -1
         self.dropped: Counter[str] = Counter()
 
@@ -134,7 +134,7 @@ class StorageWrites:
         if not run:
             self._tries.pop(node_id, None)
             return
-        if any(step.id in self._busy for step in run):
+        if not all(self._busy.isdisjoint(step.host_list()) for step in run):
             self._wait_for_transfers(node)
             return
         ready = self._ready(run)
@@ -171,13 +171,13 @@ class StorageWrites:
         slots = b"".join(node.host for node in nodes)
         count = sum(node.num_pages for node in nodes)
         links = self._links.of(end.namespace, path_tokens(end))[-count:]
-        ids = {node.id for node in nodes}
-        self._busy |= ids
+        busy = [slot for node in nodes for slot in node.host_list()]
+        self._busy.update(busy)
         self._leader.host.hold(slots)
 
         def on_end(result: TransferResult) -> None:
             self._leader.host.release(slots)
-            self._busy.difference_update(ids)
+            self._busy.difference_update(busy)
             ok = bool(result.done.all())
             if ok:
                 self._lost.difference_update(links)

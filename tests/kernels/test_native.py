@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -63,42 +64,68 @@ def test_gate_up_with_silu(kernels, dtype, rows):
     assert close(kernels.linear(x, pack_gate_up(gate, up)), want, dtype)
 
 
-@pytest.mark.parametrize("weights", [WeightFormat.F32, WeightFormat.BF16, WeightFormat.INT8])
+def packed_as(kind: WeightFormat, weight: torch.Tensor):
+    if kind in (WeightFormat.Q4_0, WeightFormat.Q4_1):
+        return pack_blocks(blocks_of(kind, weight))
+    return pack(weight, format=kind)
+
+
+@pytest.mark.parametrize("weights", list(WeightFormat), ids=lambda f: f.name)
 def test_a_row_does_not_depend_on_the_rows_beside_it(kernels, weights):
     """Bit for bit, whatever the batch."""
-    x, packed = torch.randn(301, 96), pack(torch.randn(80, 96), format=weights)
+    x, packed = torch.randn(301, 96), packed_as(weights, torch.randn(80, 96))
     whole = kernels.linear(x, packed)
     for low, high in ((0, 1), (1, 3), (3, 10), (10, 74), (20, 301)):
         assert torch.equal(kernels.linear(x[low:high], packed), whole[low:high])
 
 
-@pytest.mark.parametrize("rows", [1, 9, 260])
-def test_int8_weights_equal_their_dequantised_values(kernels, rows):
-    w, x = torch.randn(50, 128), torch.randn(rows, 128)
-    packed = pack(w, format=WeightFormat.INT8)
-    step = w.abs().amax(dim=1, keepdim=True) / 127
-    assert torch.allclose(packed.scales, step[:, 0])
-    rounded = (w / step).round() * step
-    assert close(kernels.linear(x, packed), x @ rounded.T, torch.float32) or (
-        # a weight exactly between two steps may go either way
-        (kernels.linear(x, packed) - x @ rounded.T).abs().max() < 0.02
-    )
+def blocks_of(kind: WeightFormat, weight: torch.Tensor) -> BlockMatrix:
+    """As GGUF's own tools quantise."""
+    raw = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind.name])
+    return BlockMatrix(torch.from_numpy(raw.copy()), kind)
 
 
-@pytest.mark.parametrize("kind", [WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q8_0])
-@pytest.mark.parametrize("rows", [1, 2, 5, 40])
-def test_gguf_blocks_equal_the_same_blocks_dequantised(kernels, kind, rows):
+def exact_enough(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Within accumulation error: relative to the sum of the products' magnitudes."""
-    quants = pytest.importorskip("gguf.quants")
-    constants = pytest.importorskip("gguf.constants")
-    qtype = constants.GGMLQuantizationType[kind.name]
-    w = torch.randn(70, 160)
-    raw = quants.quantize(w.numpy(), qtype)
-    exact = torch.from_numpy(np.ascontiguousarray(quants.dequantize(raw, qtype)))
+    x, weight = x.double(), weight.double()
+    error = (got.double() - x @ weight.T).abs()
+    return bool((error <= 3e-5 * (x.abs() @ weight.abs().T)).all())
+
+
+BLOCKS = [WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q8_0]
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda f: f.name)
+def test_dequantised_blocks_are_what_gguf_says(kind):
+    """The oracle of all below, against GGUF's own package, bit for bit."""
+    matrix = blocks_of(kind, torch.randn(7, 96) * torch.rand(7, 1))
+    want = gguf.quants.dequantize(matrix.raw.numpy(), gguf.GGMLQuantizationType[kind.name])
+    assert torch.equal(matrix.dequantise(), torch.from_numpy(want))
+
+
+@pytest.mark.parametrize("shape", [(70, 160), (5, 32), (16, 64)])
+def test_int8_rounds_as_gguf_does(shape):
+    """Packed from floats and packed from GGUF's Q8_0 blocks of them: the same bytes."""
+    weight = torch.randn(shape) * torch.logspace(-6, 3, shape[0])[:, None]
+    weight[0] = 0.0
+    ours = pack(weight, format=WeightFormat.Q8_0)
+    assert torch.equal(ours.data, pack_blocks(blocks_of(WeightFormat.Q8_0, weight)).data)
+
+
+@pytest.mark.parametrize("width", [1, 31, 33, 112])
+def test_int8_rows_may_end_within_a_block(kernels, width):
+    weight, x = torch.randn(20, width), torch.randn(5, width)
+    whole = torch.nn.functional.pad(weight, (0, -width % 32))
+    exact = blocks_of(WeightFormat.Q8_0, whole).dequantise()[:, :width]
+    assert exact_enough(kernels.linear(x, pack(weight, format=WeightFormat.Q8_0)), x, exact)
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda f: f.name)
+@pytest.mark.parametrize("rows", [1, 2, 5, 40, 300])
+def test_products_of_blocks_equal_the_same_blocks_dequantised(kernels, kind, rows):
+    matrix = blocks_of(kind, torch.randn(70, 160))
     x = torch.randn(rows, 160)
-    packed = pack_blocks(BlockMatrix(torch.from_numpy(raw.copy()), kind))
-    error = (kernels.linear(x, packed).double() - x.double() @ exact.double().T).abs()
-    assert (error <= 3e-5 * (x.abs().double() @ exact.abs().double().T)).all()
+    assert exact_enough(kernels.linear(x, pack_blocks(matrix)), x, matrix.dequantise())
 
 
 def test_gguf_blocks_show_nan_activations(kernels):
@@ -139,11 +166,20 @@ def test_silu_of_extreme_values(kernels):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_embedding(kernels, dtype):
-    table, ids = torch.randn(50, 24).to(dtype), torch.tensor([3, 49, 0, 3])
-    assert torch.equal(kernels.embedding(ids, table), table[ids])
-    assert torch.equal(kernels.embedding(ids, table, dtype=torch.float32), table[ids].float())
+    """Rows come out of the packed table as they went in, so that a tied head needs no copy."""
+    table, ids = torch.randn(50, 23).to(dtype), torch.tensor([3, 49, 0, 3])
+    packed = pack(table)
+    for out in DTYPES:
+        assert torch.equal(kernels.embedding(ids, packed, out), table[ids].to(out))
     with pytest.raises(ValueError, match="id 50 outside"):
-        kernels.embedding(torch.tensor([50]), table)
+        kernels.embedding(torch.tensor([50]), packed, dtype)
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda f: f.name)
+def test_embedding_of_blocks(kernels, kind):
+    matrix, ids = blocks_of(kind, torch.randn(50, 96)), torch.tensor([3, 49, 0, 3])
+    got = kernels.embedding(ids, pack_blocks(matrix), torch.float32)
+    assert torch.allclose(got, matrix.dequantise()[ids], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

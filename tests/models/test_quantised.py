@@ -85,8 +85,8 @@ def test_other_tensors_among_blocks_are_kept_as_the_document_says(tmp_path):
     config = read_model_config(path)
     packed = load_packed(path, config, dtype=torch.bfloat16, quantisation=Quantisation.Q4)
     layer = packed.layers[0]
-    assert layer.qkv.format is WeightFormat.INT8
-    assert layer.down.format is WeightFormat.INT8
+    assert layer.qkv.format is WeightFormat.Q8_0
+    assert layer.down.format is WeightFormat.Q8_0
     assert layer.out.format is WeightFormat.BF16
     assert layer.gate_up.format is WeightFormat.Q4_0
     assert packed.head.format is WeightFormat.Q8_0

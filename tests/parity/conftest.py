@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
+<<<<<<< HEAD
 from tests.models.checkpoints import make_checkpoint, make_windowed
 from tests.parity.rig import Cold
+=======
+from tests.models.checkpoints import make_checkpoint
+from tests.parity.rig import Cold, versions_of
+>>>>>>> main
 
 Windowed = Callable[[str, int], tuple[Path, Cold]]
 
@@ -20,6 +25,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("parity") / "llama"
     make_checkpoint("llama", path)
     return path
+
+
+@pytest.fixture(autouse=True)
+def no_versions() -> None:
+    """What earlier tests have computed says nothing in this one."""
+    versions_of.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,8 @@ import pytest
 from phloem.cache import check_invariants
 from phloem.core.store import Gone
 from phloem.core.tokens import tokens_to_bytes
-from phloem.sim import SimStorage
+from phloem.core.transfer import Transfer, TransferKind
+from phloem.sim import SimStorage, TransferCosts
 from phloem.tiers import TierConfig
 from phloem.tiers import writes as writes_module
 from phloem.tiers.writes import path_tokens
@@ -126,6 +127,30 @@ def test_more_losses_than_can_be_told_are_believed_of_everything():
     rig.tiers._writes.lost(Gone(overflowed=True))
     ask(rig, "again", prompt)
     assert all(in_storage(rig, storage, prompt))
+
+
+def test_no_page_is_written_twice_at_the_same_time(monkeypatch: pytest.MonkeyPatch):
+    """The prompt's pages are on their way when the request ends and its nodes become one."""
+    rig = Rig(
+        page_size=P,
+        num_pages=40,
+        host_pages=400,
+        storage=SimStorage(),
+        transfers={"costs": TransferCosts(storage_page_s=0.5)},
+    )
+    submit, writes = rig.transfers.submit, []
+
+    def watched(transfer: Transfer) -> None:
+        if transfer.kind is TransferKind.BACKUP_STORAGE:
+            flying = [flight.transfer for flight in rig.transfers._flights.values()]
+            assert set(transfer.links).isdisjoint(link for each in flying for link in each.links)
+            writes.append(transfer)
+        submit(transfer)
+
+    monkeypatch.setattr(rig.transfers, "submit", watched)
+    rig.add("long", prompt_of(random.Random(9), PAGES * P + 1), max_tokens=5 * P)
+    rig.run()
+    assert len(writes) > 1
 
 
 def test_the_memory_of_losses_is_bounded(monkeypatch: pytest.MonkeyPatch):
