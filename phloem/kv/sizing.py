@@ -75,7 +75,8 @@ def window_chunk_pages(num_pages: int, page_size: int) -> int:
     A prompt passes through all of its pages, and only the last ones are worth keeping: chunks as
     long as a step allows would cost the tails of many others for nothing.
     """
-    return max(1, pages_for_tokens(LEAST_CHUNK_TOKENS, page_size), num_pages // CHUNK_PARTS)
+    pages = max(pages_for_tokens(LEAST_CHUNK_TOKENS, page_size), num_pages // CHUNK_PARTS)
+    return max(1, min(pages, num_pages // 4))
 
 
 def default_checkpoint(window: int) -> int:

@@ -344,14 +344,16 @@ class Scheduler:
     def _has_page_for_next(self, request: RequestState) -> bool:
         """Make sure of pages for the next token; False if this request must sit this step out."""
         missing = pages_for_tokens(request.num_planned + 1, self._page_size) - request.num_pages
-        begins_page = self._windows.enabled and request.num_planned % self._page_size == 0
+        begins_page = False
+        if self._windows.enabled:
+            self._running.advance_window(request)
+            begins_page = request.num_planned % self._page_size == 0
         while missing > 0 or begins_page:
             try:
                 if missing > 0:
                     self._running.extend(request, missing)
                     missing = 0
                 if begins_page:
-                    self._running.advance_window(request)
                     self._running.extend_window(request, 1)
                 break
             except NoRoom:

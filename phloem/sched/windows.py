@@ -40,7 +40,7 @@ class WindowBudget:
         """Raises ConfigError if a request that runs alone could come to a halt."""
         self._cache = cache
         self._page_size = cache.page_size
-        self._max_prefill_tokens = max_prefill_tokens
+        self._step_pages = pages_for_tokens(max_prefill_tokens, cache.page_size)
         window = cache.window
         self.enabled = window is not None
         self.total_pages = 0
@@ -69,15 +69,15 @@ class WindowBudget:
         if not self.enabled:
             return True
         claims = self.needs(request.final_tokens)
-        prefill_tokens = 0
+        chunks = self._chunk_pages(request.num_tokens)
         alone = True
         for other in running:
             alone = False
             claims += max(0, self.needs(other.final_tokens) - _held(other))
             if other.phase is Phase.PREFILL:
-                prefill_tokens += other.prefill_end - other.num_planned
+                chunks += self._chunk_pages(other.prefill_end)
         if not alone:
-            claims += self._chunk_pages(prefill_tokens + request.num_uncached)
+            claims += min(chunks, self._step_pages)
         return self._cache.can_extend_window(claims)
 
     def room_for(self, request: RequestState, count: int) -> int:
@@ -93,9 +93,10 @@ class WindowBudget:
             return count
         return max(0, end_page * self._page_size - start)
 
-    def _chunk_pages(self, prefill_tokens: int) -> int:
-        tokens = min(prefill_tokens, self._max_prefill_tokens)
-        return min(pages_for_tokens(tokens, self._page_size), self._least_chunk)
+    def _chunk_pages(self, num_tokens: int) -> int:
+        """What a chunk of a prompt of so many tokens takes beside what it holds at most."""
+        more = pages_for_tokens(num_tokens, self._page_size) - self._steady
+        return max(0, min(more, self._least_chunk))
 
 
 def _held(request: RequestState) -> int:

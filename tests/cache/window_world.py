@@ -6,10 +6,9 @@ incremental. A window page that a restart has filled before it was right holds W
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 
-from phloem.cache import PrefixCache, Reservation, check_invariants
+from phloem.cache import PrefixCache, Reservation
 from phloem.cache.components import ABSENT
 from phloem.cache.state import CacheState
 from phloem.core.errors import NoRoom
@@ -55,8 +54,11 @@ class WindowWorld:
         self.zombies: Counter[int] = Counter()  # window pages of a flushed tree: who locks them
         self.runners: list[Runner] = []
         self.seen: Counter[str] = Counter()
-        self.follower = CacheState(cache.page_size, cache.num_pages, window=cache.window)
+        self.follower = self.make_follower()
         cache.leader.log.attach(self.follower)
+
+    def make_follower(self) -> CacheState:
+        return CacheState(self.cache.page_size, self.cache.num_pages, window=self.cache.window)
 
     # What the dictionaries say.
 
@@ -240,16 +242,23 @@ class WindowWorld:
                 self.win[content] = runner.window[page]
                 runner.own.discard(page)
 
-    def close(self, runner: Runner) -> None:
-        """End a request; then the tail of what it has computed is there."""
+    def close(self, runner: Runner, *, has_tail: bool = True) -> None:
+        """End a request; then the tail of what it has computed is there (not after a load)."""
         runner.reservation.close()
         if runner.share:
             self._join(runner, runner.committed)
         self.runners.remove(runner)
         self._let_go(runner, len(runner.table) + 1)
-        if runner.share and runner.committed >= runner.right_from + self.tail:
+        if has_tail and runner.share and runner.committed >= runner.right_from + self.tail:
             tokens, end = runner.tokens, runner.committed
             assert self.lengths(runner.namespace, tokens, end)[-1] == end, "the tail is not there"
+
+    def is_loading(self, runner: Runner) -> bool:
+        """Its pages are not there yet."""
+        return False
+
+    def end(self, runner: Runner) -> None:
+        self.close(runner)
 
     def evict(self, pages: int) -> None:
         available = len(self.full.keys() - self.locked())
@@ -346,71 +355,3 @@ class WindowWorld:
 
     def check_replicas(self) -> None:
         assert self.follower.digest() == self.cache.state.digest(), "replicas differ"
-
-
-class WindowWalk:
-    """A seeded random walk through a world."""
-
-    def __init__(self, world: WindowWorld, seed: int, *, max_pages: int = 12) -> None:
-        self.world = world
-        self.rng = random.Random(seed)
-        self.max_tokens = max_pages * world.size
-        self.texts: list[bytes] = []
-
-    def run(self, steps: int) -> None:
-        """Take steps, then end all requests and flush."""
-        for step in range(steps):
-            self.step()
-            if self.world.invariants:
-                check_invariants(self.world.cache, idle=not self.world.runners)
-            if step % 50 == 0:
-                self.world.check_replicas()
-        while self.world.runners:
-            self.world.close(self.world.runners[0])
-        self.world.flush()
-        cache = self.world.cache
-        if self.world.invariants:
-            check_invariants(cache, idle=True)
-        assert cache.free_pages == cache.total_pages
-        assert cache.leader.window.free_pages == cache.leader.window.total_pages
-        self.world.check_replicas()
-
-    def step(self) -> None:
-        rng, world = self.rng, self.world
-        roll = rng.random()
-        if roll < 0.25 or not world.runners:
-            namespace = rng.choice((b"a", b"a", b"a", b"b"))
-            restart, share = rng.random() < 0.6, rng.random() < 0.9
-            world.open(namespace, self._text(), restart=restart, share=share)
-            return
-        runner = rng.choice(world.runners[:4])
-        done = runner.position == len(runner.tokens) // TOKEN
-        if roll < 0.82 and not done:
-            world.compute(runner, rng.randint(1, rng.choice((1, 9)) * world.size))
-        elif roll < 0.88:
-            if done or rng.random() < 0.3:
-                world.close(runner)
-        elif roll < 0.90:
-            world.evict(rng.randint(0, 6))
-        elif roll < 0.995:
-            world.evict_windows(rng.choice((1, 5, 99, 99)))
-        else:
-            world.flush()
-
-    def _text(self) -> bytes:
-        rng = self.rng
-        base = b""
-        if self.texts and rng.random() < 0.9:
-            base = rng.choice(self.texts)
-            if rng.random() < 0.25:
-                base = base[: rng.randint(0, len(base) // TOKEN) * TOKEN]
-        room = self.max_tokens - len(base) // TOKEN
-        more = rng.choice((0, 1, room // 2, room))
-        tail = [rng.randrange(2) for _ in range(rng.randint(0, max(0, more)))]
-        text = base + b"".join(token.to_bytes(TOKEN, "little") for token in tail)
-        text = text or bytes(TOKEN)
-        if len(self.texts) < 6:
-            self.texts.append(text)
-        else:
-            self.texts[rng.randrange(6)] = text
-        return text

@@ -20,12 +20,17 @@ def make_windows(
     layers: int = 1,
     pages: int = PLENTY,
     window_pages: int = PLENTY,
+    window_host_pages: int = 0,
     checkpoint: int = 0,
     **options: object,
 ) -> PrefixCache:
     """A cache of a model with window layers that records what it frees."""
     config = WindowConfig(
-        tokens=window, layers=layers, pages=(window_pages,), checkpoint=checkpoint
+        tokens=window,
+        layers=layers,
+        pages=(window_pages,),
+        host_pages=window_host_pages,
+        checkpoint=checkpoint,
     )
     return PrefixCache(
         page_size=page_size, num_pages=(pages,), window=config, record_freed=True, **options
