@@ -8,13 +8,8 @@ from pathlib import Path
 
 import pytest
 
-<<<<<<< HEAD
 from tests.models.checkpoints import make_checkpoint, make_windowed
-from tests.parity.rig import Cold
-=======
-from tests.models.checkpoints import make_checkpoint
 from tests.parity.rig import Cold, versions_of
->>>>>>> main
 
 Windowed = Callable[[str, int], tuple[Path, Cold]]
 
