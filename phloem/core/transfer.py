@@ -47,8 +47,9 @@ class Transfer:
     """Pages to move, in order: page i goes between device[i], host[i] and links[i].
 
     All are pages of one `component` (0: full, 1: window): each has a device pool, a host arena and
-    storage keys of its own. `device` are PageRefs, `host` slots of the host arena (int64 (n,) both), `links` the pages'
-    chained content links (see `kv.keys`); those that the kind does not need are empty.
+    storage keys of its own. `device` are PageRefs, `host` slots of the host arena (int64 (n,)
+    both), `links` the pages' chained content links (see `kv.keys`); those that the kind does not
+    need are empty.
     """
 
     id: int
