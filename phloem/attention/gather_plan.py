@@ -122,6 +122,8 @@ class Planner:
     def __init__(self, buffer: KVBuffer, window: int | None) -> None:
         self._buffer, self._window = buffer, window
         self._device = buffer.data.device
+        self._band = MIN_BAND if window is None else min(MAX_BAND, max(MIN_BAND, window))
+        self._mask = torch.zeros((0, 0))  # of a whole band, over as many keys as were needed so far
 
     def plan(self, batch: RaggedBatch) -> GatherPlan:
         """Raises nothing; `batch` comes from the step plan and is trusted."""
@@ -157,37 +159,33 @@ class Planner:
 
     def _banded(self, span: RowSpan) -> BandedChunk:
         assert self._window is not None, "bands are cut by the window"
-        step = min(MAX_BAND, max(MIN_BAND, self._window))
         lowest = span.earliest(self._window)
-        masks: dict[tuple[int, int], Tensor | None] = {}  # most bands have the same shape
         bands = []
-        for low in range(span.start, span.end, step):
-            high = min(low + step, span.end)
+        for low in range(span.start, span.end, self._band):
+            high = min(low + self._band, span.end)
             key_low = span.earliest(self._window, low)
-            shape = (low - key_low, high - low)
-            if shape not in masks:
-                masks[shape] = self._band_mask(*shape)
-            bands.append(
-                Band(
-                    low - span.start,
-                    high - span.start,
-                    key_low - lowest,
-                    high - lowest,
-                    masks[shape],
-                )
-            )
+            mask = self._band_mask(low - key_low, high - low)
+            keys = key_low - lowest, high - lowest
+            bands.append(Band(low - span.start, high - span.start, *keys, mask))
         block = self._block(span, lowest, span.end)
         return BandedChunk(span.first, span.count, block, tuple(bands))
 
     def _band_mask(self, before: int, count: int) -> Tensor | None:
-        """The mask of `count` queries over `before` keys before them and themselves."""
+        """The mask of `count` queries over `before` keys before them and themselves.
+
+        What is hidden follows from how far a key lies before its query: all masks are parts of one.
+        """
         assert self._window is not None, "bands are cut by the window"
         if before == 0 and count <= self._window:
             return None
-        keys, queries = torch.arange(-before, count), torch.arange(count)[:, None]
-        hidden = (keys > queries) | (keys <= queries - self._window)
-        mask = torch.zeros(hidden.shape, dtype=self._buffer.data.dtype)
-        return mask.masked_fill_(hidden, -torch.inf).to(self._device)
+        known = self._mask.shape[1] - self._band
+        if before > known:
+            known = min(self._window - 1, max(before, 2 * known))
+            keys, queries = torch.arange(-known, self._band), torch.arange(self._band)[:, None]
+            hidden = (keys > queries) | (keys <= queries - self._window)
+            mask = torch.zeros(hidden.shape, dtype=self._buffer.data.dtype)
+            self._mask = mask.masked_fill_(hidden, -torch.inf).to(self._device)
+        return self._mask[:count, known - before : known + count]
 
     def _keys(self, span: RowSpan) -> _Keys:
         size = self._buffer.page_size

@@ -15,6 +15,7 @@ from typing import Any
 
 from phloem.bench.report import Result
 from phloem.bench.window_capacity import GEMMA3, GPT_OSS, Mix, measure_capacity
+from phloem.bench.window_decode import measure_decode
 from phloem.bench.window_hits import hit_rates
 from phloem.bench.window_transfer import transfer_bytes_ratio
 
@@ -32,6 +33,7 @@ def run(quick: bool = False) -> dict[str, Any]:
     results.append(
         Result(name="transfer_bytes_ratio", value=round(transfer_bytes_ratio(), 4), unit="ratio")
     )
+    results += measure_decode(rounds=15 if quick else 61)
     return {"bench": "window", "results": [result.as_json() for result in results]}
 
 

@@ -7,6 +7,8 @@ All pages of a node have the same residences:
      x               loading it or computing it again makes the third the second ("adopt")
      x      x
             x        parents of device pages are on the device
+
+Further components (`extra`) are there or not page by page.
 """
 
 from __future__ import annotations

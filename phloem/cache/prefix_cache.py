@@ -6,6 +6,8 @@ match(tokens) --> Match --reserve--> Reservation --commit--> ... --close-->
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from phloem.cache.chain import Hasher, default_hasher
@@ -23,7 +25,7 @@ from phloem.cache.window_admission import WindowAdmission, plan_admission
 from phloem.cache.window_match import WindowMatch
 from phloem.core.errors import ConfigError, NoRoom
 from phloem.core.refs import NO_REFS, PageRefs
-from phloem.core.stats import CacheStats
+from phloem.core.stats import CacheStats, WindowStats
 
 __all__ = ["PrefixCache"]
 
@@ -259,7 +261,19 @@ class PrefixCache:
             host_free_pages=host.free_pages,
             host_pages=self._tree.host_pages,
             host_evicted_pages_total=host.evicted_pages,
-            window=None if self.leader.window is None else self.leader.window.stats(),
+            window=self._window_stats(),
+        )
+
+    def _window_stats(self) -> WindowStats | None:
+        leader = self.leader
+        if leader.window is None or leader.window_host is None:
+            return None
+        return replace(
+            leader.window.stats(),
+            host_total_pages=leader.window_host.capacity,
+            host_free_pages=leader.window_host.free_pages,
+            host_pages=leader.window_host.num_pages,
+            host_evicted_pages_total=leader.window_host.evicted_pages,
         )
 
     def _take_host_slots(self, match: Match, num_pages: int) -> bytes:

@@ -49,6 +49,11 @@ class WindowHost:
     def free_pages(self) -> int:
         return self._state.host.num_free
 
+    @property
+    def num_pages(self) -> int:
+        """Copies that there are."""
+        return len(self._state.host_home)
+
     # Slots.
 
     def allocate(self, num_pages: int) -> bytes | None:

@@ -186,6 +186,8 @@ class WindowLease:
     def _join_tree(self, node: Node, node_end: int, num_pages: int) -> None:
         """Own pages before `num_pages` that the tree has no window state of join it."""
         first = max(self._low, self._right_from)
+        if not self._own[first:num_pages].any():
+            return
         for part, start, stop in _parts(node, node_end, first, num_pages):
             self._attach(part, start, stop, max(first, start), min(num_pages, stop))
 

@@ -28,7 +28,9 @@ __all__ = ["WindowMatch", "runs_of"]
 
 def runs_of(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     """(start, stop) of every run of True in (n,), in order."""
-    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
+    padded = np.zeros(len(mask) + 2, np.bool_)
+    padded[1:-1] = mask
+    edges = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
@@ -66,7 +68,9 @@ class WindowMatch(Match):
         self.host_full_pages = self.host_pages  # on the host alone in the full component
         if not self._tail_is_alive():
             self.end_at(self._longest(self.window_refs() >= 0))
-        if self.host_node is not None or self.num_pages < self.full_pages:
+        if not config.host_pages and self.tail_pages:
+            self.host_pages = 0  # no tail can be loaded
+        elif self.num_pages < self.full_pages + self.host_full_pages:
             self.host_pages = self._longest(self._window_anywhere()) - self.num_pages
 
     @property
@@ -179,10 +183,12 @@ class WindowMatch(Match):
         return ABSENT_BYTES not in self.tail_refs(self.full_pages)
 
     def _window_anywhere(self) -> npt.NDArray[np.bool_]:
-        slots, refs = self.window_slots(), self.window_refs()
-        there = slots >= 0
-        there[: len(refs)] |= refs >= 0
-        return there
+        there = self.window_refs() >= 0
+        if self.config.host_pages:
+            on_host = self.window_slots() >= 0
+            on_host[: len(there)] |= there
+            return on_host
+        return np.pad(there, (0, self.host_full_pages))
 
     def _longest(self, there: npt.NDArray[np.bool_]) -> int:
         """The last of `_lengths`, without the others."""

@@ -16,8 +16,10 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 from phloem.cache.components import ABSENT, ABSENT_BYTES, absent_pages
-from phloem.cache.node import REF_BYTES, Node
+from phloem.cache.node import REF_BYTES, REF_DTYPE, Node
 from phloem.cache.tree import RadixTree
 from phloem.cache.window import WindowConfig
 from phloem.core.refs import owner_of
@@ -28,7 +30,9 @@ __all__ = ["WindowState", "alive"]
 
 def alive(refs: bytes) -> list[int]:
     """Those of packed refs that are not ABSENT."""
-    return [ref for ref in array("q", refs) if ref != ABSENT]
+    places = np.frombuffer(refs, REF_DTYPE)
+    found: list[int] = places[places >= 0].tolist()
+    return found
 
 
 class WindowState:

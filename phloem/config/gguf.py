@@ -156,7 +156,10 @@ def model_config_from_gguf(file: GGUFFile) -> ModelConfig:
     if meta.get(f"{family}.expert_count", 0):
         raise ConfigError(f"{file.path}: mixture-of-experts models are not supported")
     if meta.get(f"{family}.attention.sliding_window", 0):
-        raise ConfigError(f"{file.path}: sliding window attention is not supported")
+        raise ConfigError(
+            f"{file.path}: sliding window attention is not supported in GGUF files, only in "
+            "Hugging Face folders"
+        )
     heads = _need(file, f"{family}.attention.head_count")
     hidden = _need(file, f"{family}.embedding_length")
     kv_heads = _need(file, f"{family}.attention.head_count_kv", default=heads)

@@ -29,6 +29,10 @@ class WindowStats:
     evictable_pages: int
     locked_pages: int
     evicted_pages_total: int = 0  # the prefixes that needed them live on in the other layers
+    host_total_pages: int = 0  # the host arena for windows
+    host_free_pages: int = 0
+    host_pages: int = 0  # of the tree; the rest are written or read by transfers
+    host_evicted_pages_total: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +58,7 @@ class CacheStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferStats:
-    """One way between two tiers."""
+    """One way between two tiers. `window_*`: of the totals, the part of window state."""
 
     kind: str  # TransferKind.value
     in_flight: int = 0
@@ -63,6 +67,8 @@ class TransferStats:
     seconds_total: float = 0.0
     failed_pages_total: int = 0
     bandwidth: float = 0.0  # bytes a second, as the cost model has it; 0: not measured
+    window_pages_total: int = 0
+    window_bytes_total: int = 0
 
 
 AGE_BOUNDS_S = (1.0, 10.0, 60.0, 300.0, 900.0, 1800.0, 3600.0, 14400.0)

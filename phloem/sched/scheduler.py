@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from phloem.core.errors import BadRequest, NoRoom, Overloaded
+from phloem.core.errors import BadRequest, Overloaded
 from phloem.core.plan import RowPlan, RowResult, StepPlan, StepResult
 from phloem.core.refs import PageRefs
 from phloem.core.request import FinishReason, GenerateRequest, OutputChunk
 from phloem.core.stats import EngineStats
 from phloem.core.tokens import TOKEN_BYTES
-from phloem.kv.sizing import pages_for_tokens
 from phloem.sched.admission import Admission
 from phloem.sched.chunks import output_chunk
 from phloem.sched.config import SchedulerConfig
@@ -36,6 +35,7 @@ from phloem.sched.policies import PolicyView, get_policy
 from phloem.sched.queue import WaitQueue
 from phloem.sched.running import RunningSet
 from phloem.sched.state import Phase, RequestState
+from phloem.sched.supply import PageSupply
 from phloem.sched.windows import WindowBudget
 
 if TYPE_CHECKING:
@@ -68,6 +68,13 @@ class Scheduler:
             cache,
             max_prefill_tokens=config.max_prefill_tokens,
             max_model_len=config.max_model_len,
+        )
+        self._supply = PageSupply(
+            self._running,
+            self._windows,
+            page_size=cache.page_size,
+            retract=self._retract,
+            tiers=tiers,
         )
         self._admission = Admission(
             cache=cache,
@@ -242,7 +249,7 @@ class Scheduler:
         return [
             self._decode_row(request)
             for request in self._running
-            if request.wants_decode and self._has_page_for_next(request)
+            if request.wants_decode and self._supply.has_page_for_next(request)
         ]
 
     def _decode_row(self, request: RequestState) -> RowPlan:
@@ -269,25 +276,10 @@ class Scheduler:
         counts = pack_prefills(remaining, self.config.max_prefill_tokens, self._page_size)
         rows = []
         for request, count in zip(prefills, counts, strict=True):
-            granted = self._grant(request, count)
+            granted = self._supply.grant(request, count)
             if granted:
                 rows.append(self._prefill_row(request, granted))
         return rows
-
-    def _grant(self, request: RequestState, count: int) -> int:
-        """How many of these tokens there are window pages for; they are the request's then."""
-        if not self._windows.enabled or not count:
-            return count
-        if request.phase is not Phase.PREFILL:
-            return 0  # retracted, for one before it
-        self._running.advance_window(request)
-        while True:
-            granted = self._windows.room_for(request, count)
-            if granted:
-                self._running.extend_window(request, granted)
-                return granted
-            if not self._retract_for(request):
-                return 0
 
     def _prefill_row(self, request: RequestState, count: int) -> RowPlan:
         start, end = request.num_planned, request.num_planned + count
@@ -339,42 +331,7 @@ class Scheduler:
             running_key=self._running.most_common_key(),
         )
 
-    # Pages for decodes; retraction.
-
-    def _has_page_for_next(self, request: RequestState) -> bool:
-        """Make sure of pages for the next token; False if this request must sit this step out."""
-        missing = pages_for_tokens(request.num_planned + 1, self._page_size) - request.num_pages
-        begins_page = False
-        if self._windows.enabled:
-            self._running.advance_window(request)
-            begins_page = request.num_planned % self._page_size == 0
-        while missing > 0 or begins_page:
-            try:
-                if missing > 0:
-                    self._running.extend(request, missing)
-                    missing = 0
-                if begins_page:
-                    self._running.extend_window(request, 1)
-                break
-            except NoRoom:
-                if not self._retract_for(request):
-                    return False
-        return True
-
-    def _retract_for(self, request: RequestState) -> bool:
-        """Make room for a running request; False if it must sit this step out."""
-        if self.tiers is not None and self.tiers.frees_pages:
-            return False  # transfers end soon: wait for the pages that they lock
-        victim, others_go_on = self._newest_to_retract()
-        if victim is request and (request.phase is Phase.PREFILL or not others_go_on):
-            return False  # others make room: they end, or go on before it
-        self._retract(victim)
-        return victim is not request
-
-    def _newest_to_retract(self) -> tuple[RequestState, bool]:
-        """The last admitted request with something left to compute; is it not the only one?"""
-        going_on = [r for r in self._running if r.phase is Phase.PREFILL or r.wants_decode]
-        return going_on[-1], len(going_on) > 1
+    # Retraction.
 
     def _retract(self, request: RequestState) -> None:
         """Back to the queue: committed pages stay in the tree, generated tokens are kept."""

@@ -242,11 +242,14 @@ class TierController:
                     seconds_total=flights.seconds[kind],
                     failed_pages_total=flights.failed_pages[kind],
                     bandwidth=self.cost.bandwidth(kind),
+                    window_pages_total=flights.window_pages[kind],
+                    window_bytes_total=flights.window_bytes[kind],
                 )
                 for kind in TransferKind
                 if kind is not TransferKind.PROBE
             ),
-            queued_backups=self._backups.num_queued,
+            queued_backups=self._backups.num_queued
+            + (0 if self._windows is None else self._windows.num_queued_backups),
             held_host_pages=flights.num_held_slots,
             dropped_pages_total=tuple(sorted(self._dropped().items())),
             load_choices_total=tuple(self.cost.chosen.items()),

@@ -99,6 +99,10 @@ class WindowTiers:
             self._writes.pump()
 
     @property
+    def num_queued_backups(self) -> int:
+        return self._backups.num_queued
+
+    @property
     def num_queued(self) -> int:
         return self._backups.num_queued + (0 if self._writes is None else self._writes.num_queued)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phloem.attention.gather_plan import MAX_BAND
 from phloem.config.model import ModelConfig
 from phloem.kv.spec import KVDtype
 from phloem.models import MLP_CHUNK_TOKENS
@@ -26,15 +27,21 @@ def activation_bytes(
     At its widest a layer holds, per token of the chunk: the residual and a normed copy, q, k and v,
     their rotated fp32 temporaries, a gather of K and V (heads expanded by views), two partial
     outputs of attention and their fp32 sums while merging. The MLP adds its intermediates for
-    `MLP_CHUNK_TOKENS`; sampling adds ten fp32 copies of the logits of the rows of one pass. All of
-    it is linear in the chunk: no matrix of tokens by tokens exists, and no logits that nobody
-    asked for.
+    `MLP_CHUNK_TOKENS`; layers with a window add the K and V of one window and the mask of a band of
+    queries, norms behind attention and MLP a normed copy; sampling adds ten fp32 copies of the
+    logits of the rows of one pass. All of it is linear in the chunk: no matrix of tokens by
+    tokens exists, and no logits that nobody asked for.
     """
     width = dtype.num_bytes
     qkv = config.q_size + 2 * config.kv_size
     per_token = width * (2 * config.hidden_size + 2 * qkv + 2 * config.kv_size + 3 * config.q_size)
     per_token += _FP32 * (2 * (config.q_size + config.kv_size) + 4 * config.q_size)
     per_token += _FP32 * (config.hidden_size + qkv)  # where bf16 is multiplied in fp32
+    if config.post_norms:
+        per_token += (width + 2 * _FP32) * config.hidden_size
+    window = min(config.window or 0, config.max_position)
+    band = window * width * 2 * config.kv_size + MAX_BAND * (window + MAX_BAND) * (width + 2)
     mlp = min(max_prefill_tokens, MLP_CHUNK_TOKENS) * config.intermediate_size * (3 * 2 * _FP32)
     rows = min(max_running, logits_rows_per_pass(config.vocab_size))
-    return max_prefill_tokens * per_token + mlp + 10 * rows * config.vocab_size * _FP32
+    steady = mlp + (band if window else 0)
+    return max_prefill_tokens * per_token + steady + 10 * rows * config.vocab_size * _FP32

@@ -112,8 +112,8 @@ def window_batch(rng: np.random.Generator, page_size: int, window: int) -> Ragge
     free = rng.permutation(NUM_PAGES).astype(np.int64).tolist()
     spans, first = [], 0
     for _ in range(rng.integers(1, 7)):
-        count = int(rng.choice([1, 1, 1, 2, 7, 90]))
-        start = int(rng.integers(0, 60))
+        count = int(rng.choice([1, 1, 1, 2, 7, 30]))
+        start = int(rng.integers(0, 90))
         read_from = int(rng.choice([0, start, rng.integers(0, start + 1)]))
         base = max(read_from, start - window + 1, 0) // page_size
         slots = [free.pop() for _ in range(-(-(start + count) // page_size) - base)]
@@ -134,15 +134,12 @@ def fill_window(pool: DevicePool, batch: RaggedBatch, window: int) -> None:
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("window", [1, 2, 5, 16, 70])
 @pytest.mark.parametrize("form", ["plain", "sinks", "softcap", "all"])
-@pytest.mark.parametrize("seed", range(3))
-def test_windows_equal_the_definition_and_read_nothing_else(
-    page_size, window, form, seed, monkeypatch
-):
+def test_windows_equal_the_definition_and_read_nothing_else(page_size, window, form, monkeypatch):
     """Whatever lies outside of a row's windows is NaN. Bands of 4 queries: many borders."""
     monkeypatch.setattr(gather_plan, "MIN_BAND", 4)
     monkeypatch.setattr(gather_plan, "MAX_BAND", 8)
-    torch.manual_seed(seed)
-    rng = np.random.default_rng(seed)
+    torch.manual_seed(window)
+    rng = np.random.default_rng([page_size, window, len(form)])
     pools = [make_pool(page_size, kv_heads=2, groups=1, dtype=KVDtype.FP32) for _ in range(2)]
     batch = window_batch(rng, page_size, window)
     fill_window(pools[0], batch, window)

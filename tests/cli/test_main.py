@@ -56,6 +56,10 @@ def fails(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (("chat", "m", "--url", "http://127.0.0.1:9"), "not both"),
         (("replay",), "the following arguments are required"),
         (("replay", "/absent.jsonl"), "No such file"),
+        (("replay", "t", "--window-pages", "9"), "--window-pages needs --window"),
+        (("replay", "t", "--model", "m", "--window", "9"), "leave it out with --model"),
+        (("replay", "t", "--window", "0"), "--window must be a whole number, at least 1"),
+        (("serve", "x", "--window-pool-ratio", "2"), "--window-pool-ratio must be a number from"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_2(

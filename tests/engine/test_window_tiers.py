@@ -67,8 +67,8 @@ def test_a_new_engine_finds_the_tails_that_the_last_one_stored(
 def test_prompts_that_left_the_device_come_back_from_the_host(
     models: dict[str, Path], family: str
 ) -> None:
-    prompts = [words(seed, 61) for seed in range(6)]  # 6 x 16 pages of 60
-    with open_llm(models[family]) as llm:
+    prompts = [words(seed, 61) for seed in range(6)]  # 6 x 16 pages, and 6 x 4 of windows
+    with open_llm(models[family], num_pages={"gemma3": 60, "mistral": 16}[family]) as llm:
         cold = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in prompts]
         again = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
         assert llm.operate(VerifyCache()) == {"ok": True}

@@ -6,6 +6,7 @@ Whatever must not be read is NaN: freed pages, pages before a restart, window pa
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from tests.models.checkpoints import WINDOWED, make_windowed
+from phloem.core.errors import ConfigError
+from tests.models.checkpoints import WINDOWED, make_checkpoint, make_windowed
 from tests.models.driver import FULL, WINDOW, Driver, load
 from tests.models.test_against_transformers import TOLERANCE, Case, prompt, relative_error
 
@@ -287,3 +290,57 @@ def test_full_pages_that_are_kept_are_not_written(model):
     first = driver.page(1, ends.latest, FULL)
     want = torch.from_numpy(np.frombuffer(before[ends.latest], dtype=np.float32).copy())
     assert relative_error(first, want) > TOLERANCE
+
+
+def test_the_language_model_of_a_gemma3_that_also_sees(model, tmp_path):
+    """As checkpoints of 4B and more are published: a text_config, a prefix before each name."""
+    case = model("gemma3", 8)
+    raw = json.loads((case.path / "config.json").read_text())
+    outer = {"model_type": "gemma3", "text_config": raw, "vision_config": {}, "dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    tensors = load_file(case.path / "model.safetensors")
+    renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    renamed["vision_tower.patch.weight"] = torch.ones(3)
+    save_file(renamed, tmp_path / "model.safetensors")
+    ids = prompt(50)
+    driver = Driver(load(tmp_path, page_size=4))
+    driver.admit(0, ids)
+    driver.prefill(0, ids, 0, 12, window=8)
+    assert relative_error(driver.logits_of(0), case.logits(ids)) < TOLERANCE
+
+
+def test_a_lost_tensor_of_a_window_family_is_named(model, tmp_path):
+    """Sinks and the norms behind attention and MLP are asked for like all others."""
+    for family, name in (
+        ("gpt_oss", "model.layers.1.self_attn.sinks"),
+        ("gemma2", "model.layers.2.post_feedforward_layernorm.weight"),
+    ):
+        case = model(family, 8)
+        folder = tmp_path / family
+        folder.mkdir()
+        (folder / "config.json").write_bytes((case.path / "config.json").read_bytes())
+        tensors = load_file(case.path / "model.safetensors")
+        del tensors[name]
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(ConfigError, match=f"has no tensor {name}"):
+            load(folder, page_size=4)
+
+
+def test_window_pools_that_cannot_be_are_refused(model, tmp_path):
+    path = model("gemma2", 8).path
+    with pytest.raises(ConfigError, match="window_pages must be at least 1, got 0"):
+        load(path, page_size=4, window_pages=0)
+    with pytest.raises(ConfigError, match="needs num_pages and window_pages"):
+        load(path, page_size=4, num_pages=None, kv_bytes=1 << 20)
+    make_checkpoint("llama", tmp_path)
+    with pytest.raises(ConfigError, match="no layer of the model has a window"):
+        load(tmp_path, page_size=4, window_pages=9)
+
+
+def test_a_model_of_windows_alone_has_a_spine_without_bytes(model):
+    """Full pages exist, cost nothing, and can be freed, poisoned and read as others."""
+    loaded, _ = load(model("mistral", 8).path, page_size=4, num_pages=1000, window_pages=20)
+    assert [spec.page_bytes for spec in loaded.specs] == [0, 2 * 3 * 2 * 16 * 4 * 4]
+    assert loaded.pool.buffer.data.nbytes == 0
+    loaded.pool.fill_nan(np.arange(3))
+    assert loaded.worker.read_page(7) == b""

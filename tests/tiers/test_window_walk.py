@@ -34,10 +34,18 @@ def window_of(rng: random.Random, page_size: int, num_pages: int) -> WindowConfi
     )
 
 
-def walk(seed: int, *, page_size: int, steps: int, storage: SimStorage | None = None) -> Rig:
+def walk(
+    seed: int,
+    *,
+    page_size: int,
+    steps: int,
+    storage: SimStorage | None = None,
+    calm: bool = False,
+) -> Rig:
+    """`calm`: nothing fails, and requests wait for storage."""
     rng = random.Random(f"window/{seed}/{page_size}")
     num_pages = rng.randrange(80, 300) // page_size
-    broken = rng.random() < 0.6
+    broken = rng.random() < 0.6 and not calm
     chance = random.Random(seed)
     rig = Rig(
         page_size=page_size,
@@ -45,7 +53,8 @@ def walk(seed: int, *, page_size: int, steps: int, storage: SimStorage | None = 
         host_pages=max(1, int(num_pages * rng.choice((0.3, 1, 2, 5)))),
         window=window_of(random.Random(f"{seed // 100}/{page_size}"), page_size, num_pages),
         tiers=TierConfig(
-            write_policy=rng.choice(WRITE_POLICIES), prefetch_policy=rng.choice(PREFETCH_POLICIES)
+            write_policy=rng.choice(WRITE_POLICIES),
+            prefetch_policy="wait_complete" if calm else rng.choice(PREFETCH_POLICIES),
         ),
         transfers={
             "seed": seed,
@@ -67,9 +76,9 @@ def walk(seed: int, *, page_size: int, steps: int, storage: SimStorage | None = 
             add_some(rig, rng, f"r{number}", heads)
         elif draw < 0.28 and unfinished:
             rig.loop.abort(rng.choice(unfinished))
-        elif draw < 0.29:
+        elif draw < 0.29 and not calm:
             rig.loop.flush()
-        elif draw < 0.36:
+        elif draw < 0.36 and not calm:
             lose_something(rig, rng)
         rig.step()
         if number % 8 == 0:
@@ -104,7 +113,8 @@ def test_every_answer_of_walks_over_restarts_is_cold(seed: int, page_size: int):
     storage = SimStorage()
     rng = random.Random(seed)
     for life in range(3):
-        walk(seed + life, page_size=page_size, steps=80, storage=storage)
+        changes = {"calm": seed % 200 == 0, "storage": storage}
+        walk(seed + (life == 2), page_size=page_size, steps=80, **changes)
         for link in list(storage.pages):
             if rng.random() < 0.05:
                 del storage.pages[link]
@@ -115,9 +125,9 @@ def test_walks_do_what_they_are_for():
     """Window pages cross every border, loads of them fail, and prompts are begun in every way."""
     storage = SimStorage()
     rigs = [
-        walk(seed + life, page_size=4, steps=100, storage=storage)
-        for seed in range(0, 1000, 100)
-        for life in range(2)
+        walk(seed, page_size=4, steps=80, storage=storage, calm=calm)
+        for seed in range(0, 600, 100)
+        for calm in (True, True, False)  # the same prompts, after a restart
     ]
     moved = {}
     for rig in rigs:

@@ -12,7 +12,9 @@ import torch
 import transformers
 
 from tests.kernels.native_build import native_library
-from tests.models.checkpoints import _SIZES
+from tests.models.checkpoints import _SIZES, make_windowed
+
+WINDOW_AND_FULL = ["sliding_attention", "full_attention"]
 
 # In a process of its own: the peak of resident memory belongs to a process.
 SCRIPT = """
@@ -43,9 +45,10 @@ def step(count, sample, **extra):
     loaded.worker.submit(StepPlan(step=0, rows=(row,), **extra))
     return loaded.worker.collect()
 
-step(32, True, admitted=(init,),
-     table_updates=(PageTableUpdate(row=0, first_page=0, refs=refs),))
-loaded.pool.buffer.data[:-1] = 1.0  # touch every page: the pool is not what is measured
+step(32, True, admitted=(init,), table_updates=tuple(
+    PageTableUpdate(row=0, first_page=0, refs=refs, component=c) for c in range(len(loaded.pools))))
+for pool in loaded.pools:  # touch every page: pools are not what is measured
+    pool.buffer.data[:-1] = 1.0
 open("/proc/self/clear_refs", "w").write("5")
 before = status("VmRSS")
 assert step(COUNT, True).rows[0].logprob is not None
@@ -54,18 +57,23 @@ print(json.dumps({"grown": status("VmHWM") - before, "bound": loaded.activation_
 
 
 @pytest.mark.parametrize(
-    ("kernels", "at_least"),
-    [("torch", 0.25), ("native", 0.1)],  # the bound is no fantasy either
+    ("family", "kernels", "at_least"),
+    # the bound is no fantasy either
+    [("llama", "torch", 0.25), ("llama", "native", 0.1), ("gemma3", "torch", 0.25)],
 )
-def test_a_maximal_prefill_with_logprobs_stays_within_its_bound(tmp_path: Path, kernels, at_least):
+def test_a_maximal_prefill_with_logprobs_stays_within_its_bound(
+    tmp_path: Path, family, kernels, at_least
+):
     """6,144 tokens over a vocabulary of 50,000: their logits alone would be 1.2 GB."""
     sizes = {**_SIZES, "vocab_size": 50_000, "max_position_embeddings": 8192}
     sizes |= {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 512}
     if kernels == "native":
         native_library()
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-    model.save_pretrained(tmp_path)
+    if family == "llama":
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path)
+    else:
+        make_windowed(family, tmp_path, window=1000, **sizes, layer_types=WINDOW_AND_FULL)
     args = [sys.executable, "-c", SCRIPT, str(tmp_path), "6144", "fp32", kernels]
     out = subprocess.run(args, capture_output=True, text=True, timeout=100, check=False)
     assert out.returncode == 0, out.stderr

@@ -1,0 +1,71 @@
+"""From the settings and a checkpoint to the pools of its components."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phloem.config import CacheOptions, Config, ModelOptions, SchedulerOptions, TierOptions
+from phloem.core.errors import ConfigError
+from phloem.engine.build_pools import Pools, plan_pools
+from tests.models.checkpoints import make_checkpoint, make_windowed
+
+WINDOW, PAGE = 12, 4
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    make_checkpoint("llama", folder / "llama")
+    for family in ("gemma3", "mistral"):
+        make_windowed(family, folder / family, window=WINDOW)
+    return folder
+
+
+def pools(path: Path, *, host: str = "0", **cache) -> Pools:
+    config = Config(
+        model=ModelOptions(model=str(path), max_model_len=128),
+        cache=CacheOptions(page_size=PAGE, **cache),
+        tiers=TierOptions(host_memory=host),
+        scheduler=SchedulerOptions(max_running=4, max_prefill_tokens=64),
+    )
+    return plan_pools(config, path, "fp32")
+
+
+def test_a_model_without_windows_has_one_pool_of_what_was_asked(models: Path):
+    found = pools(models / "llama", num_pages=50, host="4MB")
+    assert found.device == (50,)
+    assert len(found.host) == 1
+    assert found.window is None
+
+
+@pytest.mark.parametrize("memory", ["1MB", "3MB"])
+def test_both_pools_fit_into_the_memory(models: Path, memory: str):
+    found = pools(models / "gemma3", kv_memory=memory, host="2MB")
+    used = sum(spec.page_bytes * n for spec, n in zip(found.specs, found.device, strict=True))
+    assert int(memory[:-2]) * 1_000_000 * 0.95 < used <= int(memory[:-2]) * 1_000_000
+    assert all(pages > 0 for pages in found.host)
+    assert found.window is not None
+    assert found.window.tokens == WINDOW
+    assert found.window.num_pages == found.device[1] <= found.device[0]
+
+
+def test_flags_change_ratio_and_checkpoints(models: Path):
+    found = pools(models / "gemma3", num_pages=100, window_pool_ratio=0.4, window_checkpoint=20)
+    assert found.device == (100, 40)
+    assert found.window.checkpoint_tokens == 20
+    assert pools(models / "gemma3", num_pages=100).window.checkpoint_tokens == 2048
+    assert pools(models / "gemma3", num_pages=100, window_checkpoint=0).checkpoint == 0
+
+
+def test_a_model_of_windows_alone_has_a_spine_without_bytes(models: Path):
+    found = pools(models / "mistral", num_pages=30)
+    assert found.specs[0].page_bytes == 0
+    assert found.device[1] == 30
+    assert found.device[0] >= 32, "a request of 128 tokens must fit"
+
+
+def test_too_little_memory_says_which_flag(models: Path):
+    with pytest.raises(ConfigError, match="--kv-memory"):
+        pools(models / "gemma3", kv_memory="1KB")
