@@ -123,12 +123,22 @@ class TtftRig:
         host.evict(host.capacity)
 
 
-def measure_ttft(options: TtftOptions) -> list[dict[str, Any]]:
-    """All ratios of the tiers to each other and to computing."""
+def _say_nothing(line: str) -> None:
+    """Nobody watches."""
+
+
+def measure_ttft(
+    options: TtftOptions, say: Callable[[str], None] = _say_nothing
+) -> list[dict[str, Any]]:
+    """All ratios of the tiers to each other and to computing; `say` hears of every step."""
+    started_s = time.monotonic()
     with _rig(options) as rig:
         _warm_up(rig, options.cached)
+        say(f"ttft: loaded and warmed up, {time.monotonic() - started_s:.0f} s")
         results = _two_ratios(rig, options)
-        return results + _worst_tier(rig, options)
+        ratios = ", ".join(f"{each['name']} {each['value']}" for each in results)
+        say(f"ttft: {ratios}, {time.monotonic() - started_s:.0f} s")
+        return results + _worst_tier(rig, options, say)
 
 
 @contextmanager
@@ -224,11 +234,14 @@ def _two_ratios(rig: TtftRig, options: TtftOptions) -> list[dict[str, Any]]:
     ]
 
 
-def _worst_tier(rig: TtftRig, options: TtftOptions) -> list[dict[str, Any]]:
+def _worst_tier(
+    rig: TtftRig, options: TtftOptions, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
     """What the engine chooses by itself against the better of always loading and never."""
     bounds: dict[str, float] = {}
     controls: list[tuple[float, float]] = []
     for length in options.lengths:
+        started_s = time.monotonic()
         prefix = rig.fresh(length)
         rig.ask(prefix)
         for tier in ("host", "storage"):
@@ -242,6 +255,10 @@ def _worst_tier(rig: TtftRig, options: TtftOptions) -> list[dict[str, Any]]:
             bounds[f"{tier}_{length}"] = upper_bound([a / b for a, b in pairs])
         one = partial(_sample, rig, prefix, "device")
         controls += _pairs(options.pairs, one, one)
+        say(
+            f"ttft: {length:,} tokens: host {bounds[f'host_{length}']:.3f}, "
+            f"storage {bounds[f'storage_{length}']:.3f}, {time.monotonic() - started_s:.0f} s"
+        )
     return [
         _result("worst_tier_over_best_bound", max(bounds.values()), bounds),
         _result("aa_control", upper_bound([a / b for a, b in controls]), len(controls)),

@@ -12,14 +12,20 @@ aa_control                       the same bound of a tier against itself
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from phloem.bench import stores
 from phloem.bench.tier_copy import measure_copies, measure_overlap
 from phloem.bench.tier_ttft import TtftOptions, measure_ttft
+from phloem.core.errors import ConfigError
 
-__all__ = ["run"]
+__all__ = ["PARTS", "parse_lengths", "run"]
 
+PARTS = ("copies", "stores", "overlap", "ttft")
+MOST_TOKENS = 8_000  # of the small model's 8,192
 _QUICK = TtftOptions(cached=512, lengths=(256, 512), pairs=5, cold_samples=1)
 _FROM_STORES = (
     "store_over_raw_64k",
@@ -29,10 +35,42 @@ _FROM_STORES = (
 )
 
 
-def run(quick: bool = False) -> dict[str, Any]:
-    """Measure; several minutes (quick: one or two), up to 5 GB of disk in the current directory."""
-    results = measure_copies(9 if quick else 31)
-    results += [r for r in stores.run(quick)["results"] if r["name"] in _FROM_STORES]
-    results += measure_overlap(5 if quick else 15)
-    results += measure_ttft(_QUICK if quick else TtftOptions())
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """ "256,1024": prefix lengths in tokens. Raises ConfigError."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and 32 <= int(word) <= MOST_TOKENS for word in words):
+        raise ConfigError(f"lengths are tokens from 32 to {MOST_TOKENS}, got {text!r}")
+    return tuple(int(word) for word in words)
+
+
+def run(
+    quick: bool = False,
+    *,
+    lengths: tuple[int, ...] | None = None,
+    pairs: int | None = None,
+    parts: Iterable[str] = PARTS,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Measure; several minutes (quick: one or two), up to 5 GB of disk in the current directory.
+
+    `lengths` of the prefixes, `pairs` for each; `say` hears of every part as it ends.
+    """
+    options = _QUICK if quick else TtftOptions()
+    options = replace(
+        options,
+        lengths=options.lengths if lengths is None else lengths,
+        pairs=options.pairs if pairs is None else pairs,
+    )
+    measures: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "copies": lambda: measure_copies(9 if quick else 31),
+        "stores": lambda: [r for r in stores.run(quick)["results"] if r["name"] in _FROM_STORES],
+        "overlap": lambda: measure_overlap(5 if quick else 15),
+        "ttft": lambda: measure_ttft(options, say),
+    }
+    results: list[dict[str, Any]] = []
+    for part in PARTS:
+        if part in parts:
+            started_s = time.monotonic()
+            results += measures[part]()
+            say(f"{part}: {time.monotonic() - started_s:.0f} s")
     return {"bench": "tiers", "results": results}

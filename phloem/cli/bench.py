@@ -32,7 +32,7 @@ from phloem.core.errors import ConfigError
 __all__ = ["run"]
 
 # Benches that need no server: `phloem.bench.NAME.run(quick=...)`.
-MICRO = ("tree", "sched", "stores", "kernels", "tiers", "window")
+MICRO = ("tree", "sched", "stores", "kernels", "window")
 
 _HELP = """\
 usage: phloem bench WHAT [flags]
@@ -71,6 +71,7 @@ def run(argv: Sequence[str]) -> int:
         "prefix": _prefix,
         "compare": _compare,
         "profile": _profile,
+        "tiers": _tiers,
         **{name: functools.partial(_micro, name) for name in MICRO},
     }
     if argv[0] not in benches:
@@ -86,6 +87,35 @@ def _micro(name: str, argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     module = importlib.import_module(f"phloem.bench.{name}")
     document: dict[str, Any] = module.run(quick=args.quick)
+    print_report(document["bench"], results_from(document))
+    return 0
+
+
+def _tiers(argv: Sequence[str]) -> int:
+    bench = importlib.import_module("phloem.bench.tiers")
+    parser = FlagParser(
+        prog="phloem bench tiers",
+        usage="phloem bench tiers [--quick] [--parts PARTS] [--lengths TOKENS] [--pairs N]",
+        description="Copies, storage, overlap, and time to first token by tier.",
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer samples")
+    parser.add_argument("--parts", default=",".join(bench.PARTS), help="default: %(default)s")
+    parser.add_argument("--lengths", default=None, help="ttft: prefixes, as 256,1024,4096,8000")
+    parser.add_argument("--pairs", type=int, default=None, help="ttft: of each (default: 30)")
+    args = parser.parse_args(argv)
+    parts = args.parts.split(",")
+    if unknown := set(parts) - set(bench.PARTS):
+        raise ConfigError(f"there is no part {min(unknown)!r} ({', '.join(bench.PARTS)})")
+    if args.pairs is not None and args.pairs < 1:
+        raise ConfigError(f"--pairs must be at least 1, got {args.pairs}")
+    lengths = None if args.lengths is None else bench.parse_lengths(args.lengths)
+    document: dict[str, Any] = bench.run(
+        args.quick,
+        lengths=lengths,
+        pairs=args.pairs,
+        parts=parts,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
     print_report(document["bench"], results_from(document))
     return 0
 

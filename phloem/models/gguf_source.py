@@ -66,8 +66,11 @@ class GGUFSource:
 
     def copy_to(self, name: str, out: Tensor) -> None:
         info = self._info(name)
+        self._copy(info, self._raw(name, info), out)
+        self._forget(info)
+
+    def _copy(self, info: GGUFTensor, raw: npt.NDArray[np.uint8], out: Tensor) -> None:
         kind = self._kind(info)
-        raw = self._raw(name, info)
         if kind in _PLAIN:
             out.copy_(torch.from_numpy(raw).view(_PLAIN[kind]).view(info.shape))
             return
@@ -78,18 +81,28 @@ class GGUFSource:
             for low in range(0, rows.shape[0], step):
                 target[low : low + step] = _dequantise(rows[low : low + step], kind)
         except NotImplementedError:
-            raise ConfigError(f"{self._path}: {name} has type {kind.name}, not supported") from None
+            raise ConfigError(
+                f"{self._path}: {info.name} has type {kind.name}, not supported"
+            ) from None
 
     def blocks(self, name: str) -> BlockMatrix:
         info = self._info(name)
-        raw = self._raw(name, info).reshape(info.shape[0], -1)
-        return BlockMatrix(torch.from_numpy(raw.copy()), _BLOCKS[self._kind(info)])
+        raw = self._raw(name, info).reshape(info.shape[0], -1).copy()
+        self._forget(info)
+        return BlockMatrix(torch.from_numpy(raw), _BLOCKS[self._kind(info)])
 
     def _raw(self, name: str, info: GGUFTensor) -> npt.NDArray[np.uint8]:
         size = self.num_bytes(name)
         if info.offset + size > len(self._map):
             raise ConfigError(f"{self._path} is cut short: {name} is incomplete")
         return np.frombuffer(self._map, dtype=np.uint8, count=size, offset=info.offset)
+
+    def _forget(self, info: GGUFTensor) -> None:
+        """Let go of the tensor's part of the map, so that no file counts beside its copy."""
+        start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(
+            mmap.MADV_DONTNEED, start, info.offset - start + self.num_bytes(info.name)
+        )
 
     def close(self) -> None:
         """The map goes with this object: nothing that was read views it."""

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from phloem.bench import tiers
 from phloem.bench.tier_copy import measure_copies
 from phloem.bench.tier_ttft import TtftOptions, measure_ttft, upper_bound
+from phloem.core.errors import ConfigError
 from tests.engine.fakes import byte_tokenizer
 from tests.models.checkpoints import make_checkpoint
 
@@ -30,7 +32,9 @@ def test_every_way_to_a_first_token_is_timed(
     options = TtftOptions(
         model=str(tmp_path / "m"), cached=128, lengths=(64, 256), pairs=2, cold_samples=2
     )
-    results = {result["name"]: result for result in measure_ttft(options)}
+    said: list[str] = []
+    results = {result["name"]: result for result in measure_ttft(options, said.append)}
+    assert len(said) == 2 + 2  # begun, two ratios, and each length
     assert set(results) == {
         "host_hit_over_device_hit_ttft",
         "storage_hit_over_cold_ttft",
@@ -47,3 +51,20 @@ def test_copies_are_compared_with_memcpy_in_pairs() -> None:
     results = {result["name"]: result for result in measure_copies(2)}
     both = (results["backup_over_memcpy"]["value"], results["load_over_memcpy"]["value"])
     assert results["host_copy_over_memcpy"]["value"] == min(both) > 0
+
+
+def test_parts_are_measured_alone_and_say_when_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "measure_copies", lambda count: [{"name": "copies", "value": count}])
+    monkeypatch.setattr(tiers, "measure_ttft", lambda options, say: [{"name": "t", "o": options}])
+    said: list[str] = []
+    document = tiers.run(True, lengths=(64,), pairs=3, parts=["ttft", "copies"], say=said.append)
+    copies, ttft = document["results"]
+    assert (copies["name"], ttft["o"].lengths, ttft["o"].pairs) == ("copies", (64,), 3)
+    assert [line.split(":")[0] for line in said] == ["copies", "ttft"]
+
+
+def test_lengths_are_read_and_bounded() -> None:
+    assert tiers.parse_lengths("256, 8000") == (256, 8000)
+    for text in ("", "x", "256,", "31", "8001", "-256"):
+        with pytest.raises(ConfigError, match="lengths are tokens"):
+            tiers.parse_lengths(text)

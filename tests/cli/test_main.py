@@ -87,7 +87,7 @@ def test_every_command_has_help_with_an_example(
     assert f"  phloem {name}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", MICRO)
+@pytest.mark.parametrize("name", [*MICRO, "tiers"])
 def test_every_micro_bench_has_the_one_face(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -95,7 +95,7 @@ def test_every_micro_bench_has_the_one_face(
     module = importlib.import_module(f"phloem.bench.{name}")
     assert "quick" in inspect.signature(module.run).parameters
     result = {"name": "x_us", "value": 1.5, "unit": "us", "samples": [1.0, 2.0]}
-    monkeypatch.setattr(module, "run", lambda quick: {"bench": name, "results": [result]})
+    monkeypatch.setattr(module, "run", lambda quick, **_: {"bench": name, "results": [result]})
     assert main(["bench", name, "--quick"]) == 0
     out, err = capsys.readouterr()
     document = json.loads(out.splitlines()[-1])
@@ -103,6 +103,23 @@ def test_every_micro_bench_has_the_one_face(
     assert document["results"][0]["value"] == 1.5
     assert {"cpu", "load_average"} <= set(document["machine"])
     assert "x_us" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--parts", "copies,speed"), "there is no part 'speed'"),
+        (("--lengths", "256,lots"), "lengths are tokens"),
+        (("--pairs", "0"), "--pairs must be at least 1"),
+    ],
+)
+def test_what_bench_tiers_cannot_measure_is_one_line(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
+) -> None:
+    assert main(["bench", "tiers", *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 def test_help_is_fast_and_imports_no_torch() -> None:

@@ -32,6 +32,9 @@ PLAIN = (
         "--quick",
         "fewer samples (`sched`, `stores`, `kernels`, `tiers`, `window` as well)",
     ),
+    ("phloem bench tiers", "--parts", "which of copies, stores, overlap, ttft; default: all"),
+    ("phloem bench tiers", "--lengths", "`ttft`: lengths of prefixes, as 256,1024,4096,8000"),
+    ("phloem bench tiers", "--pairs", "`ttft`: pairs of each length and tier; default: 30"),
 )
 SECTIONS: dict[str, tuple[type, ...]] = {
     "phloem serve": tuple(config_groups().values()),
@@ -43,6 +46,7 @@ SECTIONS: dict[str, tuple[type, ...]] = {
     "phloem bench compare": (CompareOptions,),
     "phloem bench profile": (ProfileOptions,),
     "phloem bench tree": (),
+    "phloem bench tiers": (),
 }
 
 

@@ -104,6 +104,7 @@ def test_perplexity_of_a_chapter(book):
     check(tokens_of(book, 16 * ROW_TOKENS))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_q4_logits_of_the_real_model_equal_its_blocks_dequantised():
     """In fp32, at every position of 100 tokens: within 5e-4 of the greatest logit."""
