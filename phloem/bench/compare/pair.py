@@ -176,8 +176,10 @@ async def _run_trace(
     """The trace with a pool of a third of it: alone, and ours also with a host tier behind."""
     trace = plan.trace
     assert trace is not None, "called for a plan with a trace"
-    pool = max(trace.distinct_tokens // 3, trace.longest_tokens + 64)
-    small = replace(spec, pool_tokens=pool, sized=True, max_running=8)
+    pool = min(max(trace.distinct_tokens // 3, trace.longest_tokens + 64), spec.pool_tokens)
+    # A pool must hold the longest prompt that a server lets in.
+    longest = min(pool, spec.max_model_len)
+    small = replace(spec, pool_tokens=pool, max_model_len=longest, sized=True, max_running=8)
     tiered = replace(ours, host_memory=HOST_MEMORY)
     servers: Sequence[tuple[str, Peer | PhloemServer]] = (
         (f"{ours.name} trace", ours),
