@@ -64,6 +64,7 @@ async def measure_pair(
 ) -> None:
     """Fill `measured`. A part that fails is noted there; nothing is raised for it."""
     peer = measured.peer
+    say(f"starting {peer.name}")
     with _noting(measured, "speed"):
         async with _served(measured, peer.name, peer, spec, plan.seed) as theirs:
             with _noting(measured, "speed"):
