@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,9 +26,13 @@ RESTART_CACHED, RESTART_NEW = 4096, 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairPlan:
-    """What to measure. `trace` None: no agent trace; `restart`: continue after a restart."""
+    """What to measure. `trace` None: no agent trace; `restart`: continue after a restart.
+
+    `few_rounds`: tasks too long for `rounds` rounds in a quick run, and how many they get.
+    """
 
     rounds: int
+    few_rounds: Mapping[str, int]
     seed: str
     tasks: tuple[Task, ...]
     trace: AgentTrace | None = None
@@ -121,8 +125,9 @@ async def _run_tasks(
         with _noting(measured, task.name):
             for side in sides:
                 await task.prime(side.probe)
+            rounds = min(plan.rounds, plan.few_rounds.get(task.name, plan.rounds))
             pairs = await interleave(
-                plan.rounds, _sampler(task, mine.probe), _sampler(task, theirs.probe)
+                rounds, _sampler(task, mine.probe), _sampler(task, theirs.probe)
             )
             measured.pairs[task.name] = pairs
             measured.units[task.name] = task.unit
