@@ -162,7 +162,7 @@ def _print_table(bench: str, results: Sequence[Result], stream: TextIO) -> None:
     from rich.table import Table
 
     table = Table(header_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column(bench)
+    table.add_column(bench, overflow="fold")
     table.add_column("value", justify="right")
     table.add_column("unit")
     table.add_column("p10 ... p90", justify="right")

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import functools
 import importlib
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from phloem.bench.client import Answer, Client
 from phloem.bench.compare import CompareOptions, run_compare, write_report
@@ -133,6 +134,8 @@ def _compare(argv: Sequence[str]) -> int:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    # Servers run in sessions of their own: ended by SIGTERM, we still have to stop them.
+    signal.signal(signal.SIGTERM, _interrupted)
     results, facts = asyncio.run(run_compare(options, say))
     print_report("compare", results, facts=facts)
     if options.save is not None:
@@ -140,6 +143,10 @@ def _compare(argv: Sequence[str]) -> int:
             options.save, results, facts, command=" ".join(["phloem bench compare", *argv])
         )
     return 0 if facts["peers"] else 1
+
+
+def _interrupted(signum: int, _: object) -> NoReturn:
+    raise SystemExit(128 + signum)
 
 
 def _profile(argv: Sequence[str]) -> int:

@@ -58,18 +58,25 @@ class EngineFacts:
 
 def startup_rows(facts: EngineFacts) -> list[tuple[str, str]]:
     """Label and value of each line of the start-up table."""
-    return [
+    rows = [
         *_model_rows(facts),
         *([] if facts.window is None else _window_rows(facts.window)),
         ("KV memory", format_bytes(facts.kv_bytes)),
         ("host tier", _host_tier(facts)),
         ("storage", facts.storage or "off"),
-        ("weights", _weights(facts)),
+        ("weights", f"{format_bytes(facts.weight_bytes)}, quantization {facts.quantization}"),
         ("step memory", f"at most {format_bytes(facts.activation_bytes)}"),
         ("prefix cache", "on" if facts.prefix_cache else "off"),
         ("schedule policy", facts.schedule_policy),
         ("loaded in", f"{facts.load_s:.1f} s"),
     ]
+    can_q4 = facts.kernels == "native" and facts.four_bit_blocks is not None
+    if can_q4 and facts.quantization != "q4":
+        blocks = facts.four_bit_blocks
+        rows.append(
+            ("recommended", f"--quantization q4: the file's {blocks} blocks, smaller and faster")
+        )
+    return rows
 
 
 def _model_rows(facts: EngineFacts) -> list[tuple[str, str]]:
@@ -94,15 +101,6 @@ def _window_rows(window: WindowFacts) -> list[tuple[str, str]]:
         ("window", f"{window.tokens:,} tokens in {window.layers} layers; kept: {kept}"),
         ("window pages", f"{window.num_pages:,} ({format_bytes(window.page_bytes)} each)"),
     ]
-
-
-def _weights(facts: EngineFacts) -> str:
-    text = f"{format_bytes(facts.weight_bytes)}, quantization {facts.quantization}"
-    can = facts.kernels == "native" and facts.quantization != "q4"
-    if can and facts.four_bit_blocks is not None:
-        text += f"; --quantization q4 would use the file's {facts.four_bit_blocks} blocks as they "
-        text += "are: less memory, faster decode, the same weights"
-    return text
 
 
 def _host_tier(facts: EngineFacts) -> str:

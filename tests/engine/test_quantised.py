@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from phloem.core.request import SamplingParams
-from phloem.engine import LLM
+from phloem.engine import LLM, EngineFacts, startup_rows
 from phloem.engine.commands import UpdateWeights
-from tests.engine.fakes import byte_tokenizer
+from tests.engine.fakes import byte_tokenizer, fake_card
 from tests.kernels.native_build import native_library
 from tests.models.checkpoints import make_checkpoint
 from tests.parity.test_journeys import words
@@ -28,6 +28,38 @@ def checkpoint(folder: Path, seed: int) -> Path:
     make_checkpoint("llama", folder, seed=seed)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
+
+
+@pytest.mark.parametrize(
+    ("kernels", "quantization", "blocks", "shown"),
+    [
+        ("native", "none", "Q4_1", True),
+        ("native", "int8", "Q4_0", True),
+        ("native", "q4", "Q4_1", False),  # it is what they use
+        ("native", "none", None, False),  # the file has none
+        ("torch", "none", "Q4_1", False),  # they could not use it
+    ],
+)
+def test_the_start_up_table_recommends_q4_to_whom_it_helps(
+    kernels: str, quantization: str, blocks: str | None, shown: bool
+) -> None:
+    """In a line that fits a terminal of 80 columns."""
+    facts = EngineFacts(
+        card=fake_card(),
+        weight_bytes=1 << 20,
+        activation_bytes=0,
+        threads=1,
+        load_s=0.0,
+        prefix_cache=True,
+        schedule_policy="lpm",
+        kernels=kernels,
+        quantization=quantization,
+        four_bit_blocks=blocks,
+    )
+    rows = dict(startup_rows(facts))
+    assert rows["weights"] == f"1.0 MiB, quantization {quantization}"
+    assert ("recommended" in rows) is shown
+    assert len(rows.get("recommended", "")) <= 63
 
 
 def open_llm(model: Path, **settings: Any) -> LLM:

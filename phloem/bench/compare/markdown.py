@@ -36,6 +36,7 @@ precision that is faster on this machine (tried once; both tries are kept), Phlo
 the same Q4 blocks where the peer reads a GGUF file. "Over" is Phloem divided by the peer: of
 tokens a second more is better, of times to first token (`ttft`) less.
 
+- `--quick` measures the first six of the table only, with three rounds at 8,000 tokens.
 - `prefill_N`: one cold prompt of N tokens. `decode_bN`: N answers at once behind 512 tokens each;
   `_busy_core`: while another process computes on one core.
 - `second_turn_ttft_N`: N cached tokens and 32 new ones.

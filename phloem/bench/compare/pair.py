@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,9 +26,13 @@ RESTART_CACHED, RESTART_NEW = 4096, 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairPlan:
-    """What to measure. `trace` None: no agent trace; `restart`: continue after a restart."""
+    """What to measure. `trace` None: no agent trace; `restart`: continue after a restart.
+
+    `few_rounds`: tasks too long for `rounds` rounds in a quick run, and how many they get.
+    """
 
     rounds: int
+    few_rounds: Mapping[str, int]
     seed: str
     tasks: tuple[Task, ...]
     trace: AgentTrace | None = None
@@ -64,6 +68,7 @@ async def measure_pair(
 ) -> None:
     """Fill `measured`. A part that fails is noted there; nothing is raised for it."""
     peer = measured.peer
+    say(f"starting {peer.name}")
     with _noting(measured, "speed"):
         async with _served(measured, peer.name, peer, spec, plan.seed) as theirs:
             with _noting(measured, "speed"):
@@ -120,8 +125,9 @@ async def _run_tasks(
         with _noting(measured, task.name):
             for side in sides:
                 await task.prime(side.probe)
+            rounds = min(plan.rounds, plan.few_rounds.get(task.name, plan.rounds))
             pairs = await interleave(
-                plan.rounds, _sampler(task, mine.probe), _sampler(task, theirs.probe)
+                rounds, _sampler(task, mine.probe), _sampler(task, theirs.probe)
             )
             measured.pairs[task.name] = pairs
             measured.units[task.name] = task.unit
@@ -176,8 +182,10 @@ async def _run_trace(
     """The trace with a pool of a third of it: alone, and ours also with a host tier behind."""
     trace = plan.trace
     assert trace is not None, "called for a plan with a trace"
-    pool = max(trace.distinct_tokens // 3, trace.longest_tokens + 64)
-    small = replace(spec, pool_tokens=pool, sized=True, max_running=8)
+    pool = min(max(trace.distinct_tokens // 3, trace.longest_tokens + 64), spec.pool_tokens)
+    # A pool must hold the longest prompt that a server lets in.
+    longest = min(pool, spec.max_model_len)
+    small = replace(spec, pool_tokens=pool, max_model_len=longest, sized=True, max_running=8)
     tiered = replace(ours, host_memory=HOST_MEMORY)
     servers: Sequence[tuple[str, Peer | PhloemServer]] = (
         (f"{ours.name} trace", ours),

@@ -30,7 +30,7 @@ def measure_ceiling(threads: int) -> Ceiling:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        data = torch.ones(_READ_BYTES // 4, dtype=torch.int32)
+        data = torch.ones(_READ_BYTES // 4)
         read = _best(lambda: data.sum())
         a, b = torch.ones(_MATMUL, _MATMUL), torch.ones(_MATMUL, _MATMUL)
         product = _best(lambda: torch.mm(a, b))

@@ -35,6 +35,7 @@ __all__ = ["CompareOptions", "run_compare"]
 
 _POOL_TOKENS = 28_672  # 32 rows of 512 + 64, one prompt of 8,000, and room
 _MAX_RUNNING = 32
+_QUICK_LONG_ROUNDS = 3
 _DEFAULT_TRACE = "../shared/data/mini/claude_code_16sessions.jsonl"
 
 
@@ -100,6 +101,7 @@ async def run_compare(options: CompareOptions, say: Say) -> tuple[list[Result], 
     )
     plan = PairPlan(
         rounds=options.rounds,
+        few_rounds={"prefill_8000": _QUICK_LONG_ROUNDS} if options.quick else {},
         # A server that runs already may know the prompts of an earlier run.
         seed=f"{options.seed}" if not _any_url(options) else f"{options.seed}:{time.time_ns()}",
         tasks=speed_tasks(

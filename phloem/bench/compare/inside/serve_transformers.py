@@ -197,6 +197,11 @@ def make_handler(engine: Engine) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256  # the default of 5 resets connections of a batch of 32
+
+
 def main() -> None:
     """Load, then serve until SIGTERM ends the process."""
     parser = argparse.ArgumentParser()
@@ -209,9 +214,7 @@ def main() -> None:
     args = parser.parse_args()
     engine = Engine(args)
     threading.Thread(target=engine.run, daemon=True).start()
-    server = ThreadingHTTPServer(("127.0.0.1", args.port), make_handler(engine))
-    server.daemon_threads = True
-    server.serve_forever()
+    _Server(("127.0.0.1", args.port), make_handler(engine)).serve_forever()
 
 
 if __name__ == "__main__":
