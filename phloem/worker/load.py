@@ -114,20 +114,12 @@ def load_worker(
     cannot be, for a broken or unsupported checkpoint, and for memory that does not suffice.
     """
     dtype, device = _dtype(options.dtype), _device(options.device)
-    if options.threads is not None:
-        if options.threads < 1:
-            raise ConfigError(f"threads must be at least 1, got {options.threads}")
-        torch.set_num_threads(options.threads)
+    _set_threads(options.threads)
     config = read_model_config(path)
     kernels = choose_kernels(options.kernels, device, config)
     max_len = _max_model_len(options, config)
     specs = kv_specs(config, dtype=dtype, page_size=options.page_size)
-    num_pages = page_counts(
-        specs,
-        num_pages=options.num_pages,
-        window_pages=options.window_pages,
-        kv_bytes=options.kv_bytes,
-    )
+    num_pages = _device_pages(options, specs)
     weights = load_weights(
         path, config, dtype=torch_dtype(dtype), device=device, on_progress=on_progress
     )
@@ -139,15 +131,16 @@ def load_worker(
         kernels, config, weights, pools, num_positions=max_len, threads=options.threads
     )
     del weights  # native kernels hold their own
+    tables = RowTables(
+        max_running=options.max_running,
+        max_pages=pages_for_tokens(max_len, options.page_size),
+        num_components=len(specs),
+    )
     runner = Runner(
         forward.model,
         pools,
         attention=forward.attention,
-        tables=RowTables(
-            max_running=options.max_running,
-            max_pages=pages_for_tokens(max_len, options.page_size),
-            num_components=len(specs),
-        ),
+        tables=tables,
         hooks=options.hooks,
         gate=transfers,
     )
@@ -166,6 +159,15 @@ def load_worker(
         hosts=hosts,
         transfers=transfers,
         reload=partial(_reload, runner, pools, options, config=config, num_positions=max_len),
+    )
+
+
+def _device_pages(options: WorkerOptions, specs: tuple[KVSpec, ...]) -> tuple[int, ...]:
+    return page_counts(
+        specs,
+        num_pages=options.num_pages,
+        window_pages=options.window_pages,
+        kv_bytes=options.kv_bytes,
     )
 
 
@@ -204,6 +206,14 @@ def _reload(
         runner.replace(forward.model, forward.attention)
 
     return swap
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is None:
+        return
+    if threads < 1:
+        raise ConfigError(f"threads must be at least 1, got {threads}")
+    torch.set_num_threads(threads)
 
 
 def _dtype(name: str) -> KVDtype:
