@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from phloem.cache import PrefixCache
+from phloem.cache.components import ABSENT
 from phloem.cache.node import Node
 from phloem.cache.window_host import WindowHost
 from phloem.core.transfer import TransferKind, TransferResult
@@ -111,10 +112,11 @@ class WindowBackups:
             if not done:
                 self._try_again(copying, "window_copy_failed")
                 return
-            self._on_backed_up(backup.window_slots[-1])
             self._busy.difference_update(now)
             if later:
                 self._queue.append(_Copying(later, copying.tries))
+            else:
+                self._on_backed_up(backup.window_slots[-1])
 
         self._flights.submit(
             TransferKind.BACKUP_HOST,
@@ -149,19 +151,16 @@ class WindowBackups:
         Of tails inside the path only those count that others may go on from, or that are kept every
         so many tokens; but a repeat of a prompt that ends on a page's border goes on a page before.
         """
-        refs, end = path.refs.tolist(), len(path)
+        alive = (path.refs >= 0).nonzero()[0]
+        refs, slots = path.refs[alive].tolist(), path.slots[alive].tolist()
         wanted: set[int] = set()
-        for page in (path.refs >= 0).nonzero()[0].tolist():
-            tail = self._ledger.tails.ending_at(refs[page])
-            if tail is not None and (not tail.passed or page >= end - 2):
+        for page, ref in zip(alive.tolist(), refs, strict=True):
+            tail = self._ledger.tails.ending_at(ref)
+            if tail is not None and (not tail.passed or page >= len(path) - 2):
                 wanted.update(tail.pages)
-        copied = path.on_host.tolist()
-        slots = path.slots.tolist()
-        self._host.touch(
-            slot for ref, slot in zip(refs, slots, strict=True) if slot >= 0 and ref in wanted
-        )
-        wanted -= self._busy
-        return [ref for ref, there in zip(refs, copied, strict=True) if ref in wanted and not there]
+        pairs = [pair for pair in zip(refs, slots, strict=True) if pair[0] in wanted]
+        self._host.touch(slot for _, slot in pairs if slot != ABSENT)
+        return [ref for ref, slot in pairs if slot == ABSENT and ref not in self._busy]
 
     def _try_again(self, copying: _Copying, reason: str) -> None:
         copying.tries += 1

@@ -25,7 +25,7 @@ from phloem.tiers.writes import path_tokens
 __all__ = ["WindowWrites"]
 
 PAGES_PER_TRANSFER = 64
-MAX_IN_FLIGHT = 4
+MAX_IN_FLIGHT = 4  # then no further path is begun
 MAX_TRIES = 8
 MAX_REMEMBERED = 1 << 18  # pages; what is forgotten is written again
 
@@ -115,12 +115,13 @@ class WindowWrites:
             page
             for page in path.on_host.nonzero()[0].tolist()
             if links[page] not in self._stored and links[page] not in self._busy
-        ][:PAGES_PER_TRANSFER]
-        if not missing:
-            self._tries.pop(last, None)
-            return
-        held = array("q", [slots[page] for page in missing]).tobytes()
-        names = tuple(links[page] for page in missing)
+        ]
+        for start in range(0, len(missing), PAGES_PER_TRANSFER):
+            pages = missing[start : start + PAGES_PER_TRANSFER]
+            self._submit(last, [slots[page] for page in pages], [links[page] for page in pages])
+
+    def _submit(self, last: int, slots: list[int], links: list[bytes]) -> None:
+        held, names = array("q", slots).tobytes(), tuple(links)
         self._host.hold(held)
         self._busy.update(names)
         self._num_in_flight += 1
@@ -143,11 +144,12 @@ class WindowWrites:
     def _ended(self, last: int, names: tuple[bytes, ...], result: TransferResult) -> None:
         self.are_stored(link for link, done in zip(names, result.done, strict=True) if done)
         failed = len(names) - int(result.done.sum())
-        if failed:
-            self._tries[last] += 1
-            if self._tries[last] >= MAX_TRIES:
-                del self._tries[last]
-                self.dropped["window_storage_failed"] += failed
-                return
-        if last in self._homes:
+        if not failed:
+            self._tries.pop(last, None)
+            return
+        self._tries[last] += 1
+        if self._tries[last] >= MAX_TRIES:
+            del self._tries[last]
+            self.dropped["window_storage_failed"] += failed
+        else:
             self.wants(last)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phloem.worker.load import LoadedWorker, WorkerOptions, load_worker
 from phloem.worker.memory import activation_bytes
-from phloem.worker.pages import kv_spec, kv_specs
+from phloem.worker.pages import kv_specs
 from phloem.worker.runner import CaptureLogits, Hooks, Runner
 from phloem.worker.torch_worker import InlineWorker, TorchWorker
 
@@ -17,7 +17,6 @@ __all__ = [
     "TorchWorker",
     "WorkerOptions",
     "activation_bytes",
-    "kv_spec",
     "kv_specs",
     "load_worker",
 ]

@@ -115,34 +115,27 @@ def load_worker(
     cannot be, for a broken or unsupported checkpoint, and for memory that does not suffice.
     """
     dtype, device = _dtype(options.dtype), _device(options.device)
-    if options.threads is not None:
-        if options.threads < 1:
-            raise ConfigError(f"threads must be at least 1, got {options.threads}")
-        torch.set_num_threads(options.threads)
+    _set_threads(options.threads)
     config = read_model_config(path)
     max_len = _max_model_len(options, config)
     how = _forward_options(options, config, num_positions=max_len)
     specs = kv_specs(config, dtype=dtype, page_size=options.page_size)
-    num_pages = page_counts(
-        specs,
-        num_pages=options.num_pages,
-        window_pages=options.window_pages,
-        kv_bytes=options.kv_bytes,
-    )
+    num_pages = _device_pages(options, specs)
     pools = make_pools(specs, num_pages, device)
     hosts, transfers = host_tier(
         pools, config.component_layers, _host_pages(options, len(specs)), options.transfer_hooks
     )
     forward = load_forward(path, config, pools, how, on_progress)
+    tables = RowTables(
+        max_running=options.max_running,
+        max_pages=pages_for_tokens(max_len, options.page_size),
+        num_components=len(specs),
+    )
     runner = Runner(
         forward.model,
         pools,
         attention=forward.attention,
-        tables=RowTables(
-            max_running=options.max_running,
-            max_pages=pages_for_tokens(max_len, options.page_size),
-            num_components=len(specs),
-        ),
+        tables=tables,
         hooks=options.hooks,
         gate=transfers,
     )
@@ -178,6 +171,15 @@ def _forward_options(
     )
 
 
+def _device_pages(options: WorkerOptions, specs: tuple[KVSpec, ...]) -> tuple[int, ...]:
+    return page_counts(
+        specs,
+        num_pages=options.num_pages,
+        window_pages=options.window_pages,
+        kv_bytes=options.kv_bytes,
+    )
+
+
 def _host_pages(options: WorkerOptions, num_components: int) -> tuple[int, ...]:
     window = options.window_host_pages
     return (options.host_pages, options.host_pages if window is None else window)[:num_components]
@@ -202,6 +204,14 @@ def _reload(
         runner.replace(forward.model, forward.attention)
 
     return swap
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is None:
+        return
+    if threads < 1:
+        raise ConfigError(f"threads must be at least 1, got {threads}")
+    torch.set_num_threads(threads)
 
 
 def _dtype(name: str) -> KVDtype:

@@ -16,7 +16,7 @@ from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
 from phloem.pools import DevicePool, HostArena
 from phloem.transfer import TransferEngine, TransferHooks, memory_of
 
-__all__ = ["host_tier", "kv_spec", "kv_specs", "make_pools", "page_counts"]
+__all__ = ["host_tier", "kv_specs", "make_pools", "page_counts"]
 
 
 def kv_specs(config: ModelConfig, *, dtype: KVDtype, page_size: int) -> tuple[KVSpec, ...]:
@@ -37,11 +37,6 @@ def kv_specs(config: ModelConfig, *, dtype: KVDtype, page_size: int) -> tuple[KV
         )
         for layers, retention in zip(config.component_layers, retentions, strict=False)
     )
-
-
-def kv_spec(config: ModelConfig, *, dtype: KVDtype, page_size: int) -> KVSpec:
-    """The KV state of the layers that keep all tokens."""
-    return kv_specs(config, dtype=dtype, page_size=page_size)[0]
 
 
 def page_counts(
