@@ -15,6 +15,7 @@ import pytest
 
 from phloem.core.request import FinishReason
 from phloem.kv.sizing import least_window_pages, pages_for_tokens
+from phloem.tiers import TierConfig
 from tests.models.checkpoints import WINDOWED
 from tests.models.test_windows import pairwise
 from tests.parity.conftest import Windowed
@@ -220,6 +221,7 @@ def test_tails_come_back_from_storage(
             window_pages=pool(window, page_size, 4),
             window_host_pages=pages_for_tokens(300, page_size),
             store=tmp_path,
+            tiers=TierConfig(prefetch_policy="wait_complete"),
         ) as rig:
             for turn in range(3):
                 answer = rig.ask(history, 3)
