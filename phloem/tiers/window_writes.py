@@ -49,6 +49,7 @@ class WindowWrites:
         self._links = links
         self._deadline_s = deadline_s
         self._stored: OrderedDict[bytes, None] = OrderedDict()  # links
+        self.has_losses = False  # something that was stored is not any more
         self._queue: deque[int] = deque()  # slots; the copies on the paths to them are to be stored
         self._queued: set[int] = set()
         self._tries: Counter[int] = Counter()
@@ -79,6 +80,7 @@ class WindowWrites:
         self._queued.clear()
         self._tries.clear()
         self._stored.clear()
+        self.has_losses = False
 
     def are_stored(self, links: Iterable[bytes]) -> None:
         """Storage has these."""
@@ -91,7 +93,9 @@ class WindowWrites:
     def are_lost(self, links: Iterable[bytes]) -> None:
         """Storage does not have these, whatever was known."""
         for link in links:
-            self._stored.pop(link, None)
+            if link in self._stored:
+                del self._stored[link]
+                self.has_losses = True
 
     def pump(self) -> None:
         """Start what can be started now."""

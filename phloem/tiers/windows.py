@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,7 @@ from phloem.tiers.cost import CostModel, Way
 from phloem.tiers.flights import Flights
 from phloem.tiers.keys import Links
 from phloem.tiers.window_backups import WindowBackups
+from phloem.tiers.window_path import WindowPath
 from phloem.tiers.window_prefetch import TailReads
 from phloem.tiers.window_writes import WindowWrites
 
@@ -89,8 +90,20 @@ class WindowTiers:
                 self._writes.wants_all()
 
     def used(self, node: Node) -> None:
-        """The path down to `node` is in use, and its tail is worth a copy."""
+        """The path down to `node` is in use, and its tail is worth a copy.
+
+        What storage has lost of it is written again.
+        """
         self._backups.used(node)
+        if self._writes is not None and self._to_storage and self._writes.has_losses:
+            path = WindowPath.down_to(node)
+            for slot in path.slots[path.on_host][-1:].tolist():
+                self._writes.wants(slot)
+
+    def lost(self, links: Iterable[bytes]) -> None:
+        """Storage has lost objects of these links, of one component or the other."""
+        if self._writes is not None:
+            self._writes.are_lost(links)
 
     def pump(self) -> None:
         """Start what can be started now."""

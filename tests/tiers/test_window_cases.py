@@ -7,10 +7,13 @@ import random
 import pytest
 
 from phloem.cache import WindowConfig, check_invariants
+from phloem.core.namespace import make_namespace
+from phloem.core.tokens import tokens_to_bytes
 from phloem.core.transfer import TransferKind
 from phloem.sim import SimStorage
 from phloem.tiers import WRITE_POLICIES, Forced, TierConfig
-from tests.sched.rig import Rig, prompt_of
+from phloem.tiers.keys import Links
+from tests.sched.rig import Rig, key_facts, prompt_of
 
 PAGE, WINDOW, TAIL = 4, 12, 3  # T = ceil(11 / 4)
 WAIT = TierConfig(prefetch_policy="wait_complete")
@@ -200,6 +203,23 @@ def test_only_the_tail_of_the_longest_restorable_length_is_read():
     rig.check_idle()
 
 
+def test_a_tail_that_storage_has_lost_is_written_again_when_it_is_used():
+    rng = random.Random(17)
+    storage = SimStorage()
+    rig = make_rig(storage=storage)
+    prompt = prompt_of(rng, 10 * PAGE + 1)
+    ask(rig, "first", prompt)
+    lost = links_of(storage, window=True)
+    for link in lost:
+        del storage.pages[link]
+    ask(rig, "unaware", prompt)
+    assert links_of(storage, window=True) == []
+    rig.tiers._windows.lost(link.removesuffix(SimStorage.WINDOW) for link in lost)
+    ask(rig, "again", prompt)
+    assert links_of(storage, window=True) == lost
+    rig.check_idle()
+
+
 def test_a_full_page_lost_in_storage_ends_what_can_be_restored_there():
     rng = random.Random(9)
     storage = SimStorage()
@@ -308,6 +328,19 @@ def test_copies_that_fail_or_find_no_room_are_counted():
     ask(rig, "first", prompt_of(rng, 41))
     assert dict(rig.loop.stats().tiers.dropped_pages_total) == {"window_host_full": 1}
     rig.check_idle()
+
+
+def test_remembered_links_are_those_that_would_be_made():
+    """Beginnings, other prompts and other tenants, over and over, against links made anew."""
+    rng = random.Random(18)
+    prompts = [tokens_to_bytes(prompt_of(rng, 40)) for _ in range(6)]
+    spaces = [make_namespace(model="m", salt=salt) for salt in ("a", "b")]
+    links = Links(key_facts(PAGE, 1), PAGE)
+    for _ in range(300):
+        space, prompt = rng.choice(spaces), rng.choice(prompts)
+        tokens = prompt[: 4 * rng.randrange(41)]
+        assert links.of(space, tokens) == Links(key_facts(PAGE, 1), PAGE).of(space, tokens)
+        links.of(space, prompt).clear()  # what was given away is not what is remembered
 
 
 def test_a_window_of_one_token_needs_no_state_of_the_past():

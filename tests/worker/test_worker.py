@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from phloem.config.checkpoint import read_model_config
 from phloem.core.errors import ConfigError, EngineDead
 from phloem.core.plan import PageTableUpdate, RowInit, RowPlan, StepPlan
 from phloem.core.refs import make_ref
 from phloem.core.request import SamplingParams
 from phloem.core.tokens import tokens_to_bytes
 from phloem.kv.spec import KVDtype
-from phloem.worker import Hooks, WorkerOptions, activation_bytes, load_worker
+from phloem.worker import Hooks, WorkerOptions, activation_bytes, forward, load_worker
 from tests.models.checkpoints import make_checkpoint
 from tests.models.driver import Driver, load
 
@@ -400,3 +401,12 @@ def test_the_activation_bound_is_linear_and_holds_logits_of_few_rows(path):
     one = activation_bytes(config, 8192, dtype=KVDtype.BF16, max_running=4)
     two = activation_bytes(config, 16384, dtype=KVDtype.BF16, max_running=4)
     assert one < two < 2 * one
+
+
+def test_kernels_are_chosen_by_what_they_can_compute(path, monkeypatch):
+    """Whatever the native ones lack: auto falls back to torch, native says what it is."""
+    monkeypatch.setattr(forward, "native_fits", lambda config: "a model that can fly")
+    config = read_model_config(path)
+    assert forward.choose_kernels("auto", torch.device("cpu"), config) == "torch"
+    with pytest.raises(ConfigError, match="native needs a model that can fly; use --kernels torch"):
+        forward.choose_kernels("native", torch.device("cpu"), config)
