@@ -3,8 +3,10 @@
     queued --probe--> PROBING --read--> READING --(all, a gap, a failure)--> DONE
                          `-- nothing there --------------------------------->-'
 
-Host pages are taken only for pages that storage has said it has. What has arrived joins the tree at
-once; how long the request waits for the rest is the policy's business:
+Host pages are taken only for pages that storage has said it has. A page is read once, however many
+requests are queued for it: the others wait for that read, and go on with their own when it has
+ended, well or not. What has arrived joins the tree at once; how long the request waits for the
+rest is the policy's business:
 
     best_effort     not at all          wait_complete   until everything is there
     timeout         a fixed time        auto            while reading is sooner than computing
@@ -108,6 +110,8 @@ class Prefetches:
         self._attached = attached
         self._by_request: dict[str, _Prefetch] = {}
         self._pages_in_flight = 0
+        self._links_in_flight: set[bytes] = set()
+        self._followers: list[_Prefetch] = []  # wait for a page that another one reads
         self._abandoned = False
         self.num_late_pages = 0  # arrived after their request had gone on without them
         self.num_no_room = 0
@@ -251,13 +255,18 @@ class Prefetches:
             if prefetch.tail is not None:
                 prefetch.tail.target = prefetch.base
         prefetch.phase = _Phase.READING
-        if prefetch.num_found:
+        if prefetch.gain > 0:
             self._read_on(prefetch)
         else:
             prefetch.ends("storage has none of it" if result.error is None else result.error)
 
     def _read_on(self, prefetch: _Prefetch) -> None:
+        prefetch.num_arrived = max(prefetch.num_arrived, self._num_there(prefetch))
         left = prefetch.num_found - prefetch.num_arrived
+        start = prefetch.first_page + prefetch.num_arrived
+        if left > 0 and not prefetch.stopped and prefetch.links[start] in self._links_in_flight:
+            self._followers.append(prefetch)
+            return
         host = self._leader.host
         room = host.capacity // HOST_SHARE - self._pages_in_flight
         count = min(left, RUN_PAGES, room)
@@ -276,17 +285,27 @@ class Prefetches:
             self.num_no_room += 1
             prefetch.ends("the host has no room for more")
             return
-        start = prefetch.first_page + prefetch.num_arrived
+        links = tuple(prefetch.links[start : start + count])
         self._pages_in_flight += count
-        prefetch.transfer_ids = (
-            self._flights.submit(
-                TransferKind.PREFETCH,
-                lambda result: self._arrived(prefetch, start, slots, result),
-                host=slots,
-                links=tuple(prefetch.links[start : start + count]),
-                deadline_s=self._deadline_s(),
-            ),
+        self._links_in_flight.update(links)
+
+        def on_end(result: TransferResult) -> None:
+            self._links_in_flight.difference_update(links)
+            self._arrived(prefetch, start, slots, result)
+            followers, self._followers = self._followers, []
+            for follower in followers:
+                self._read_on(follower)
+
+        sent = self._flights.submit(
+            TransferKind.PREFETCH, on_end, host=slots, links=links, deadline_s=self._deadline_s()
         )
+        prefetch.transfer_ids = (sent,)
+
+    def _num_there(self, prefetch: _Prefetch) -> int:
+        """Pages of what was found that are on device or host by now, whoever brought them."""
+        end = (prefetch.first_page + prefetch.num_found) * self._page_bytes
+        _, _, matched = self._leader.tree.find(prefetch.namespace, prefetch.tokens, end)
+        return matched // self._page_bytes - prefetch.first_page
 
     def _read_tail(self, prefetch: _Prefetch) -> None:
         """All full pages are there: read what their tail lacks."""

@@ -53,7 +53,9 @@ async def best_dtype(peer: Peer, version: str, spec: ServerSpec, cache: Path, sa
 
 
 async def _rates(peer: Peer, spec: ServerSpec) -> list[float]:
-    tasks: list[Task] = [Prefill(512), Decode(1, num_tokens=32), Decode(8, num_tokens=32)]
+    # Short contexts: where bf16 is slow, it is slow enough to notice soon.
+    decodes = [Decode(batch, context=64, num_tokens=32) for batch in (1, 8)]
+    tasks: list[Task] = [Prefill(512), *decodes]
     port = free_port()
     with running(peer.launch(spec, port), port) as process:
         async with Client(process.url) as client:

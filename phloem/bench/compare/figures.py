@@ -75,6 +75,11 @@ def _ratios(pair: Measured) -> list[Result]:
             name = f"{side}_vs_{pair.peer.key}_busy_core_over_quiet"
             value = statistics.median(a) / statistics.median(b)
             out.append(Result(name=name, value=value, unit="ratio"))
+    mine, theirs = (pair.peak_rss.get(side) for side in sides)
+    if mine is not None and theirs:
+        name = f"peak_rss_over_{pair.peer.key}"
+        samples = {sides[0]: mine, sides[1]: theirs}
+        out.append(Result(name=name, value=mine / theirs, unit="ratio", samples=samples))
     return out + _trace_ratios(pair)
 
 

@@ -45,7 +45,11 @@ tokens a second more is better, of times to first token (`ttft`) less.
 - `agent_trace`: sessions of a coding agent with 4 clients, the pool holding a third of the
   distinct tokens. Phloem without a host tier, except beside llama.cpp, which keeps idle prompts in
   8 GiB of RAM by itself; `host_tier`: Phloem with 1 GB behind the pool.
+- `peak_rss`: peak resident memory of the server's processes, summed, after prefill and decode.
 - `_over_best`: against the peer that Phloem does worst against.
+
+`phloem bench profile` takes Phloem's decode steps apart, scheduler and IPC included, and writes a
+trace for chrome://tracing or Perfetto.
 """
 
 

@@ -112,7 +112,8 @@ async def run_compare(options: CompareOptions, say: Say) -> tuple[list[Result], 
     )
     say("measuring what the machine can do")
     ceiling = measure_ceiling(spec.threads)
-    measured, missing = [], {}
+    measured = []
+    missing = {name: "not asked for" for name in PEER_NAMES if name not in options.names}
     for peer in peers:
         try:
             measured.append(await _one_pair(peer, spec, plan, cache, say))
