@@ -41,7 +41,7 @@ struct Gemm {
         t.residual_stride = args.residual_stride;
         t.y_dtype = args.y_dtype;
         t.residual_dtype = args.residual_dtype;
-        t.silu_mul = args.silu_mul;
+        t.gate = args.gate;
         return t;
     }
 
@@ -146,7 +146,7 @@ struct Gemm {
                                         std::min(kPanelColumns, part.n - p * kPanelColumns),
                                         wide + p * kPanelColumns * w.k);
             GemmTask t = task(x, stride, 0, args.m);
-            const int64_t out = args.silu_mul ? column / 2 : column;
+            const int64_t out = args.gate ? column / 2 : column;
             t.w = &part;
             t.panel1 = num_panels;
             t.y = (char *)t.y + out * dtype_bytes(args.y_dtype);

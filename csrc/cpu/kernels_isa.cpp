@@ -13,6 +13,7 @@ const Kernels PHLOEM_TABLE = {
     PHLOEM_NS::quantize_x,
     PHLOEM_NS::dequantize,
     PHLOEM_NS::rmsnorm,
+    PHLOEM_NS::rmsnorm_add,
     PHLOEM_NS::silu_mul,
     PHLOEM_NS::embedding,
     PHLOEM_NS::rope,
