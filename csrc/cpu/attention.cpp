@@ -59,7 +59,7 @@ private:
     void add_decode(int32_t row, int32_t token) {
         const int64_t end = (int64_t)call_.batch.positions[token] + 1;
         const int64_t begin =
-            call_.args.window > 0 ? std::max<int64_t>(0, end - call_.args.window) : 0;
+            first_seen(row_bounds(call_.batch, row), call_.args.window, end - 1);
         for (int32_t head = 0; head < call_.kv.num_kv_heads; ++head) {
             const int64_t first_part = num_parts_;
             for (int64_t t = begin; t < end;) {
@@ -95,7 +95,7 @@ private:
 
 void run_attention(phloem_ctx &ctx, const AttentionCall &call) { Plan(ctx, call).run(); }
 
-int32_t check_batch(const phloem_kv_layer &kv, const phloem_batch &batch) {
+int32_t check_batch(const phloem_kv_layer &kv, const phloem_batch &batch, int32_t window) {
     if (!kv.base || kv.page_size < 1 || kv.num_kv_heads < 1 || kv.head_dim < 1 ||
         kv.heads_per_group < 1 || (kv.dtype != PHLOEM_F32 && kv.dtype != PHLOEM_BF16))
         return fail(PHLOEM_E_ARG, "kv: null pool, bad size or dtype");
@@ -112,7 +112,15 @@ int32_t check_batch(const phloem_kv_layer &kv, const phloem_batch &batch) {
         for (int32_t i = first; i < end; ++i)
             if (batch.positions[i] < 0 || (i > first && batch.positions[i] < batch.positions[i - 1]))
                 return fail(PHLOEM_E_ARG, "batch: positions of row %d do not grow", row);
-        if (end > first && batch.positions[end - 1] / kv.page_size >= batch.table_stride)
+        if (end == first) continue;
+        const RowBounds bounds = row_bounds(batch, row);
+        if (bounds.base < 0 || bounds.read_from < 0 || bounds.read_from > batch.positions[first])
+            return fail(PHLOEM_E_ARG, "batch: row %d reads from %lld, begins at %d", row,
+                        (long long)bounds.read_from, batch.positions[first]);
+        if (bounds.base * kv.page_size > first_seen(bounds, window, batch.positions[first]))
+            return fail(PHLOEM_E_ARG, "batch: row %d reads before its first page, number %lld", row,
+                        (long long)bounds.base);
+        if (batch.positions[end - 1] / kv.page_size - bounds.base >= batch.table_stride)
             return fail(PHLOEM_E_ARG, "batch: position %d of row %d is beyond its %lld pages",
                         batch.positions[end - 1], row, (long long)batch.table_stride);
     }
@@ -125,22 +133,24 @@ using namespace phloem;
 
 extern "C" {
 
-int32_t phloem_check_batch(const phloem_kv_layer *kv, const phloem_batch *batch,
+int32_t phloem_check_batch(const phloem_kv_layer *kv, const phloem_batch *batch, int32_t window,
                            int64_t max_position) {
     if (!kv || !batch) return fail(PHLOEM_E_ARG, "check_batch: null pointer");
-    if (int32_t code = check_batch(*kv, *batch)) return code;
+    if (int32_t code = check_batch(*kv, *batch, window)) return code;
     for (int32_t row = 0; row < batch->num_rows; ++row) {
-        const int32_t end = batch->row_start[row + 1];
-        if (end == batch->row_start[row]) continue;
+        const int32_t first = batch->row_start[row], end = batch->row_start[row + 1];
+        if (end == first) continue;
         const int32_t last = batch->positions[end - 1];
         if (last >= max_position)
             return fail(PHLOEM_E_ARG, "batch: position %d of row %d, the context ends at %lld",
                         last, row, (long long)max_position);
+        const RowBounds bounds = row_bounds(*batch, row);
         const int64_t *table = batch->tables + row * batch->table_stride;
-        for (int64_t page = 0; page <= last / kv->page_size; ++page)
-            if (table[page] < 0 || table[page] >= kv->num_pages)
+        const int64_t low = first_seen(bounds, window, batch->positions[first]) / kv->page_size;
+        for (int64_t i = low - bounds.base; i <= last / kv->page_size - bounds.base; ++i)
+            if (table[i] < 0 || table[i] >= kv->num_pages)
                 return fail(PHLOEM_E_ARG, "batch: slot %lld of row %d, the pool has %lld pages",
-                            (long long)table[page], row, (long long)kv->num_pages);
+                            (long long)table[i], row, (long long)kv->num_pages);
     }
     return PHLOEM_OK;
 }
@@ -148,16 +158,16 @@ int32_t phloem_check_batch(const phloem_kv_layer *kv, const phloem_batch *batch,
 int32_t phloem_attention(phloem_ctx *ctx, const phloem_attention_args *args,
                          const phloem_kv_layer *kv, const phloem_batch *batch) {
     if (!ctx || !args || !kv || !batch) return fail(PHLOEM_E_ARG, "attention: null pointer");
-    if (int32_t code = check_batch(*kv, *batch)) return code;
+    if (int32_t code = check_batch(*kv, *batch, args->window)) return code;
     if (batch->num_tokens == 0) return PHLOEM_OK;
     if (args->num_heads < 1 || args->num_heads % kv->num_kv_heads)
         return fail(PHLOEM_E_ARG, "attention: %d heads over %d KV heads", args->num_heads,
                     kv->num_kv_heads);
     const int64_t width = (int64_t)args->num_heads * kv->head_dim;
     if (!args->q || !args->out || args->q_stride < width || args->out_stride < width ||
-        args->window < 0)
-        return fail(PHLOEM_E_ARG, "attention: null pointer, stride below %lld or window %d",
-                    (long long)width, args->window);
+        args->window < 0 || !(args->softcap >= 0))
+        return fail(PHLOEM_E_ARG, "attention: null pointer, stride below %lld, window %d, softcap %g",
+                    (long long)width, args->window, args->softcap);
     try {
         run_attention(*ctx, {*args, *kv, *batch});
     } catch (const std::exception &error) {

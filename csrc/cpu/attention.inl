@@ -20,16 +20,17 @@ constexpr int64_t kDecodeBlock = 64;  // and of the decode kernel
 
 struct KvReader {
     const phloem_kv_layer &kv;
-    const int64_t *table;
-    int64_t head_offset;
+    const int64_t *table;  // from page `first_page` on
+    int64_t first_page, head_offset;
 
     KvReader(const AttentionCall &call, int32_t row, int32_t kv_head)
         : kv(call.kv), table(call.batch.tables + row * call.batch.table_stride),
+          first_page(row_bounds(call.batch, row).base),
           head_offset((kv_head / call.kv.heads_per_group) * call.kv.group_stride +
                       (kv_head % call.kv.heads_per_group) * call.kv.head_stride) {}
     // Element offsets of the K vectors of tokens t0 ... t0 + n - 1 (V: + kv_stride).
     void offsets(int64_t t0, int64_t n, int64_t *out) const {
-        int64_t page = t0 / kv.page_size, in_page = t0 % kv.page_size;
+        int64_t page = t0 / kv.page_size - first_page, in_page = t0 % kv.page_size;
         for (int64_t i = 0; i < n; ++page, in_page = 0) {
             int64_t at = table[page] * kv.page_stride + head_offset + in_page * kv.token_stride;
             for (; in_page < kv.page_size && i < n; ++in_page, at += kv.token_stride) out[i++] = at;
@@ -55,6 +56,12 @@ static void read_query(const phloem_attention_args &args, int64_t token, int64_t
     if (args.q_dtype == PHLOEM_F32) widen((const float *)args.q + at, out, d);
     else widen((const uint16_t *)args.q + at, out, d);
     for (int64_t i = 0; i < d; ++i) out[i] *= args.scale;
+}
+
+// Scores s (n) -> softcap * tanh(s / softcap); n is a multiple of W.
+static void bend_scores(float *s, int64_t n, float softcap) {
+    const float inverse = 1.0f / softcap;
+    for (int64_t i = 0; i < n; i += W) store(s + i, softcap * vtanh(load(s + i) * inverse));
 }
 
 // o (d) are sums of p V with greatest score m and sum l: write o / l and the log-sum-exp.
@@ -154,13 +161,17 @@ static void tile_load_block(const KvReader &reader, int64_t t0, int64_t first, i
 // Scores of n tokens in s (n, 16) become weights; returns in alpha what earlier sums shrink by.
 // MASK: some of the tokens lie outside some row's reach.
 template <bool MASK>
-static void tile_softmax(float *s, int64_t n, int64_t t0, int32_t window, const int32_t *pos,
-                         float *m, float *l, float *alpha) {
+static void tile_softmax(float *s, int64_t n, int64_t t0, int32_t window, int32_t read_from,
+                         const int32_t *pos, float *m, float *l, float *alpha) {
     const vf minus_inf = set1(-__builtin_inff());
     for (int v = 0; v < NV; ++v) {
         vi last;
         memcpy(&last, pos + v * W, sizeof last);
-        vi first = window > 0 ? last - (window - 1) : vi{};
+        vi first = vi{} + read_from;
+        if (window > 0) {
+            vi oldest = last - (window - 1);
+            first = oldest > first ? oldest : first;
+        }
         vf top = minus_inf;
         for (int64_t i = 0; i < n; ++i) {
             float *at = s + i * kPanel + v * W;
@@ -186,21 +197,25 @@ static void tile_softmax(float *s, int64_t n, int64_t t0, int32_t window, const 
     }
 }
 
-static void tile_block(const AttentionCall &call, int64_t t0, int64_t n, TileScratch &t) {
+static void tile_block(const AttentionCall &call, int64_t t0, int64_t n, int64_t read_from,
+                       TileScratch &t) {
     const int32_t window = call.args.window;
     alignas(64) float alpha[kPanel];
     for (int64_t p = 0; p < t.rp; ++p) {
         float *s = t.s + p * kBlock * kPanel, *o = t.o + p * kPanel * t.dp * kPanel;
         const int32_t *pos = t.pos + p * kPanel;
-        if (t0 > pos[kPanel - 1]) continue;  // positions grow: no row of the panel sees the block
+        // Positions grow: no row of the panel sees the block.
+        if (t0 > pos[kPanel - 1] || (window > 0 && t0 + n <= pos[0] - window + 1)) continue;
         const float *q = t.q + p * t.d_even * kPanel;
         for (int64_t i = 0; i < n; i += kMR)
             micro_rows<float, 1, ROWS, false>(imin<int64_t>(kMR, n - i), t.k + i * t.d, t.d, q, 0,
                                               t.d, s + i * kPanel, kPanel, 0);
-        bool mask = t0 + n - 1 > pos[0] || (window > 0 && t0 <= pos[kPanel - 1] - window);
+        if (call.args.softcap > 0) bend_scores(s, n * kPanel, call.args.softcap);
+        bool mask = t0 + n - 1 > pos[0] || t0 < read_from ||
+                    (window > 0 && t0 <= pos[kPanel - 1] - window);
         float *m = t.m + p * kPanel, *l = t.l + p * kPanel;
-        if (mask) tile_softmax<true>(s, n, t0, window, pos, m, l, alpha);
-        else tile_softmax<false>(s, n, t0, window, pos, m, l, alpha);
+        if (mask) tile_softmax<true>(s, n, t0, window, (int32_t)read_from, pos, m, l, alpha);
+        else tile_softmax<false>(s, n, t0, window, 0, pos, m, l, alpha);
         for (int64_t r = 0; r < kPanel; ++r) {
             if (alpha[r] == 1.0f) continue;
             for (int64_t c = 0; c < t.dp * kPanel; c += W)
@@ -221,14 +236,13 @@ static void attention_tile(const AttentionCall &call, const TileItem &item, floa
     tile_load_queries(call, item, group, t);
     const KvReader reader(call, item.row, item.kv_head);
     const int64_t last = (int64_t)call.batch.positions[item.tok1 - 1] + 1;
-    int64_t first = 0;
-    if (call.args.window > 0)
-        first = imax<int64_t>(0, (int64_t)call.batch.positions[item.tok0] - call.args.window + 1);
+    const RowBounds bounds = row_bounds(call.batch, item.row);
+    const int64_t first = first_seen(bounds, call.args.window, call.batch.positions[item.tok0]);
     // Blocks lie at multiples of kBlock: a query's sums do not depend on how its row is chunked.
     for (int64_t t0 = first / kBlock * kBlock; t0 < last; t0 += kBlock) {
         if (call.kv.dtype == PHLOEM_F32) tile_load_block<float>(reader, t0, first, last, t);
         else tile_load_block<uint16_t>(reader, t0, first, last, t);
-        tile_block(call, t0, imin(kBlock, last - t0), t);
+        tile_block(call, t0, imin(kBlock, last - t0), bounds.read_from, t);
     }
     for (int64_t r = 0; r < (item.tok1 - item.tok0) * group; ++r)
         write_output(call.args, item.tok0 + r / group, item.kv_head * group + r % group, t.d,
@@ -309,7 +323,7 @@ static void decode_values(const T *base, const int64_t *at, int64_t n, const flo
 
 template <class T>
 static void decode_block(const phloem_kv_layer &kv, const int64_t *at, int64_t n, int64_t group,
-                         const float *q, float *s, float *o, float *ml) {
+                         float softcap, const float *q, float *s, float *o, float *ml) {
     const int64_t d = kv.head_dim;
     const T *k = (const T *)kv.base, *v = k + kv.kv_stride;
     for (int64_t g = 0; g < group; g += 3) {
@@ -321,6 +335,7 @@ static void decode_block(const phloem_kv_layer &kv, const int64_t *at, int64_t n
     }
     for (int64_t g = 0; g < group; ++g) {
         float *row = s + g * kDecodeBlock;
+        if (softcap > 0) bend_scores(row, (n + W - 1) / W * W, softcap);
         for (int64_t i = n; i < kDecodeBlock; ++i) row[i] = -__builtin_inff();
         vf top = load(row);
         for (int64_t i = W; i < kDecodeBlock; i += W) top = vmax(load(row + i), top);
@@ -361,8 +376,10 @@ static void attention_decode(const AttentionCall &call, const DecodeItem &item, 
     for (int64_t t = item.t0; t < item.t1; t += kDecodeBlock) {
         int64_t n = imin(kDecodeBlock, item.t1 - t);
         reader.offsets(t, n, at);
-        if (call.kv.dtype == PHLOEM_F32) decode_block<float>(call.kv, at, n, group, q, s, o, ml);
-        else decode_block<uint16_t>(call.kv, at, n, group, q, s, o, ml);
+        const float cap = call.args.softcap;
+        if (call.kv.dtype == PHLOEM_F32)
+            decode_block<float>(call.kv, at, n, group, cap, q, s, o, ml);
+        else decode_block<uint16_t>(call.kv, at, n, group, cap, q, s, o, ml);
     }
 }
 

@@ -58,12 +58,15 @@ int32_t fail(int32_t code, const char *format, ...) __attribute__((format(printf
 const Kernels *kernels_of(int32_t isa);  // nullptr: not compiled in, or not this processor's
 
 int32_t check_weight(const phloem_weight &w);
-int32_t check_batch(const phloem_kv_layer &kv, const phloem_batch &batch);
+// `window` of the layers that the batch is for: what a row reads must lie in its table.
+int32_t check_batch(const phloem_kv_layer &kv, const phloem_batch &batch, int32_t window);
 
 // Unchecked bodies, shared by the C calls and the layer.
 void run_gemm(phloem_ctx &ctx, const phloem_gemm_args &args);
 void run_rmsnorm(phloem_ctx &ctx, const void *x, void *residual, const float *w, void *y,
                  int32_t dtype, int32_t y_dtype, int64_t m, int64_t d, float eps);
+void run_rmsnorm_add(phloem_ctx &ctx, const float *x, const float *w, void *y, int32_t y_dtype,
+                     int64_t m, int64_t d, float eps);
 void run_rope(phloem_ctx &ctx, const phloem_rope_args &args, const phloem_kv_layer &kv,
               const phloem_batch &batch);
 void run_attention(phloem_ctx &ctx, const AttentionCall &call);

@@ -41,7 +41,7 @@ struct Gemm {
         t.residual_stride = args.residual_stride;
         t.y_dtype = args.y_dtype;
         t.residual_dtype = args.residual_dtype;
-        t.silu_mul = args.silu_mul;
+        t.gate = args.gate;
         return t;
     }
 

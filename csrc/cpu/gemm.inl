@@ -145,9 +145,15 @@ struct Epilogue {
             float *first = tiles + i * kPanel, *second = first + kMR * kPanel;
             finish(first, panel);
             if (panels > 1) finish(second, panel + 1);
-            if (task.silu_mul) {
+            if (task.gate == PHLOEM_GATE_SILU) {
                 for (int v = 0; v < NV; ++v)
                     store(first + v * W, vsilu(load(first + v * W)) * load(second + v * W));
+                row(first, row0 + i, panel / 2 * kPanel, kPanel);
+                continue;
+            }
+            if (task.gate == PHLOEM_GATE_GELU_TANH) {
+                for (int v = 0; v < NV; ++v)
+                    store(first + v * W, vgelu_tanh(load(first + v * W)) * load(second + v * W));
                 row(first, row0 + i, panel / 2 * kPanel, kPanel);
                 continue;
             }

@@ -5,15 +5,30 @@
 
 namespace phloem {
 
-// Rows 0..m-1 of x times panels panel0..panel1-1 (for silu_mul: an even number of them).
+// Rows 0..m-1 of x times panels panel0..panel1-1 (with a gate: an even number of them).
 struct GemmTask {
     const float *x;
     const phloem_weight *w;
     void *y;
     const void *residual;
     int64_t m, x_stride, y_stride, residual_stride, panel0, panel1;
-    int32_t y_dtype, residual_dtype, silu_mul;
+    int32_t y_dtype, residual_dtype, gate;
 };
+
+// The first page in a row's table; nothing of the row below `read_from` is read, nothing below
+// `write_from` is written.
+struct RowBounds {
+    int64_t base, read_from, write_from;
+};
+static inline RowBounds row_bounds(const phloem_batch &batch, int64_t row) {
+    return {batch.base ? batch.base[row] : 0, batch.read_from ? batch.read_from[row] : 0,
+            batch.write_from ? batch.write_from[row] : 0};
+}
+// The first position that the query at `position` sees.
+static inline int64_t first_seen(const RowBounds &row, int32_t window, int64_t position) {
+    const int64_t low = window > 0 ? position - window + 1 : 0;
+    return low > row.read_from ? low : row.read_from;
+}
 
 struct AttentionCall {
     phloem_attention_args args;
@@ -41,6 +56,9 @@ struct Kernels {
     void (*quantize_x)(const float *x, int64_t k, void *xq);
     void (*rmsnorm)(const void *x, void *residual, const float *w, void *y, int32_t dtype,
                     int32_t y_dtype, int64_t m, int64_t d, float eps);
+    // y += norm(x) * w
+    void (*rmsnorm_add)(const float *x, const float *w, void *y, int32_t y_dtype, int64_t m,
+                        int64_t d, float eps);
     void (*silu_mul)(const void *gate, const void *up, void *y, int32_t dtype, int64_t m,
                      int64_t d, int64_t in_stride);
     // Rows `ids` of w, as they are when multiplied; row: k floats of scratch.

@@ -12,6 +12,7 @@ const Kernels PHLOEM_TABLE = {
     PHLOEM_NS::gemm_blocks,
     PHLOEM_NS::quantize_x,
     PHLOEM_NS::rmsnorm,
+    PHLOEM_NS::rmsnorm_add,
     PHLOEM_NS::silu_mul,
     PHLOEM_NS::embedding,
     PHLOEM_NS::rope,

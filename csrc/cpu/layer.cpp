@@ -1,7 +1,9 @@
 // One decoder layer in one call.
 //
 //   hidden -> norm -> q|k|v -> RoPE, K and V into pages -> attention over pages -> o (+ hidden)
-//          -> norm -> silu(gate) * up -> down (+ hidden)
+//          -> norm -> act(gate) * up -> down (+ hidden)
+//
+// With post norms, what o and down give passes through a norm on its way to hidden.
 //
 // Between the steps everything is f32 in the workspace; `hidden` keeps the model's dtype. Large
 // batches pass in chunks of rows, so that the workspace stays small; attention sees them whole.
@@ -36,23 +38,34 @@ struct Layer {
         return out;
     }
 
-    void to_workspace(const float *x, const phloem_weight &w, int64_t m, float *y, bool silu) const {
+    void to_workspace(const float *x, const phloem_weight &w, int64_t m, float *y, int32_t gate) const {
         phloem_gemm_args args{};
         args.x = x;
         args.x_stride = w.k;
         args.y = y;
-        args.y_stride = silu ? w.n / 2 : w.n;
+        args.y_stride = gate ? w.n / 2 : w.n;
         args.w = &w;
         args.m = m;
-        args.silu_mul = silu;
+        args.gate = gate;
         run_gemm(ctx, args);
     }
 
-    void to_hidden(const float *x, int64_t x_stride, const phloem_weight &w, int64_t row,
-                   int64_t rows) const {
+    void to_hidden(const float *x, int64_t x_stride, const phloem_weight &w,
+                   const float *post_norm, int64_t row, int64_t rows) const {
         phloem_gemm_args args{};
         args.x = x;
         args.x_stride = x_stride;
+        if (post_norm) {  // `normed` is free: x is not in it
+            float *out = ctx.normed.get<float>(rows * layer.hidden);
+            args.y = out;
+            args.y_stride = layer.hidden;
+            args.w = &w;
+            args.m = rows;
+            run_gemm(ctx, args);
+            run_rmsnorm_add(ctx, out, post_norm, hidden_row(row), dtype, rows, layer.hidden,
+                            layer.norm_eps);
+            return;
+        }
         args.y = hidden_row(row);
         args.residual = args.y;
         args.y_stride = args.residual_stride = layer.hidden;
@@ -85,6 +98,7 @@ struct Layer {
         attention.sinks = layer.sinks;
         attention.window = layer.window;
         attention.scale = layer.scale;
+        attention.softcap = layer.softcap;
         run_attention(ctx, {attention, kv, batch});
     }
 
@@ -97,15 +111,16 @@ struct Layer {
         qkv = ctx.qkv.get<float>(batch.num_tokens * qkv_dim);
         chunks([&](int64_t row, int64_t rows) {
             to_workspace(norm(row, rows, layer.attn_norm), layer.qkv, rows, qkv + row * qkv_dim,
-                         false);
+                         PHLOEM_GATE_NONE);
         });
         attend();
         chunks([&](int64_t row, int64_t rows) {
-            to_hidden(qkv + row * qkv_dim, qkv_dim, layer.o, row, rows);
+            to_hidden(qkv + row * qkv_dim, qkv_dim, layer.o, layer.post_attn_norm, row, rows);
             const int64_t inner = layer.down.k;
             float *act = ctx.activation.get<float>(rows * inner);
-            to_workspace(norm(row, rows, layer.mlp_norm), layer.gate_up, rows, act, true);
-            to_hidden(act, inner, layer.down, row, rows);
+            to_workspace(norm(row, rows, layer.mlp_norm), layer.gate_up, rows, act,
+                         layer.gate);
+            to_hidden(act, inner, layer.down, layer.post_mlp_norm, row, rows);
         });
     }
 };
@@ -121,6 +136,9 @@ int32_t check_layer(const phloem_layer &layer, const phloem_kv_layer &kv) {
         layer.rotary_dim < 0 || layer.rotary_dim % 2 || layer.rotary_dim > kv.head_dim)
         return fail(PHLOEM_E_ARG, "layer: %d heads, %d KV heads, rotary_dim %d", layer.num_heads,
                     kv.num_kv_heads, layer.rotary_dim);
+    if ((layer.gate != PHLOEM_GATE_SILU && layer.gate != PHLOEM_GATE_GELU_TANH) ||
+        !(layer.softcap >= 0))
+        return fail(PHLOEM_E_ARG, "layer: gate %d, softcap %g", layer.gate, layer.softcap);
     if (layer.qkv.k != hidden || layer.qkv.n != q + 2 * kv_dim || layer.o.k != q ||
         layer.o.n != hidden || layer.gate_up.k != hidden || layer.gate_up.n != 2 * inner ||
         layer.down.n != hidden || inner % kPanelColumns)
@@ -138,7 +156,7 @@ extern "C" int32_t phloem_layer_forward(phloem_ctx *ctx, const phloem_layer *lay
                                         const phloem_kv_layer *kv, const phloem_batch *batch,
                                         void *hidden, int32_t dtype) {
     if (!ctx || !layer || !kv || !batch) return fail(PHLOEM_E_ARG, "layer: null pointer");
-    if (int32_t code = check_batch(*kv, *batch)) return code;
+    if (int32_t code = check_batch(*kv, *batch, layer->window)) return code;
     if (batch->num_tokens == 0) return PHLOEM_OK;
     if (!hidden || (dtype != PHLOEM_F32 && dtype != PHLOEM_BF16))
         return fail(PHLOEM_E_ARG, "layer: null hidden or unknown dtype %d", dtype);

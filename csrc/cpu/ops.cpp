@@ -63,6 +63,14 @@ void run_rmsnorm(phloem_ctx &ctx, const void *x, void *residual, const float *w,
     });
 }
 
+void run_rmsnorm_add(phloem_ctx &ctx, const float *x, const float *w, void *y, int32_t y_dtype,
+                     int64_t m, int64_t d, float eps) {
+    over_rows(ctx, m, d, [&](int64_t row, int64_t rows) {
+        ctx.kernels->rmsnorm_add(x + row * d, w, advance(y, row * d, y_dtype), y_dtype, rows, d,
+                                 eps);
+    });
+}
+
 static void run_embedding(phloem_ctx &ctx, const int32_t *ids, const phloem_weight &table, void *y,
                           int32_t y_dtype, int64_t m) {
     const int64_t d = table.k, rows = std::max<int64_t>(1, kTaskElements / (8 * d));
@@ -100,7 +108,9 @@ int32_t phloem_gemm(phloem_ctx *ctx, const phloem_gemm_args *args) {
     if (!ctx || !args || !args->w) return fail(PHLOEM_E_ARG, "gemm: null pointer");
     if (int32_t code = check_weight(*args->w)) return code;
     if (args->m == 0) return PHLOEM_OK;
-    const int64_t out = args->silu_mul ? args->w->n / 2 : args->w->n;
+    if (args->gate < PHLOEM_GATE_NONE || args->gate > PHLOEM_GATE_GELU_TANH)
+        return fail(PHLOEM_E_ARG, "gemm: unknown gate %d", args->gate);
+    const int64_t out = args->gate ? args->w->n / 2 : args->w->n;
     if (!args->x || !args->y || args->m < 0 || args->x_stride < args->w->k ||
         args->y_stride < out || (args->residual && args->residual_stride < out))
         return fail(PHLOEM_E_ARG, "gemm: m %lld, strides %lld, %lld", (long long)args->m,
@@ -108,8 +118,8 @@ int32_t phloem_gemm(phloem_ctx *ctx, const phloem_gemm_args *args) {
     if (!known_dtype(args->x_dtype) || !known_dtype(args->y_dtype) ||
         !known_dtype(args->residual_dtype))
         return fail(PHLOEM_E_ARG, "gemm: unknown dtype");
-    if (args->silu_mul && args->w->n % (2 * kPanelColumns))
-        return fail(PHLOEM_E_ARG, "gemm: silu_mul needs gate and up packed in turn");
+    if (args->gate && args->w->n % (2 * kPanelColumns))
+        return fail(PHLOEM_E_ARG, "gemm: a gate needs gate and up packed in turn");
     try {
         run_gemm(*ctx, *args);
     } catch (const std::exception &error) {
@@ -161,7 +171,8 @@ int32_t phloem_embedding(phloem_ctx *ctx, const int32_t *ids, const phloem_weigh
 int32_t phloem_rope_kv_write(phloem_ctx *ctx, const phloem_rope_args *args,
                              const phloem_kv_layer *kv, const phloem_batch *batch) {
     if (!ctx || !args || !kv || !batch) return fail(PHLOEM_E_ARG, "rope: null pointer");
-    if (int32_t code = check_batch(*kv, *batch)) return code;
+    // The positions themselves must lie in the table: a window of one token.
+    if (int32_t code = check_batch(*kv, *batch, 1)) return code;
     if (batch->num_tokens == 0) return PHLOEM_OK;
     if ((!args->q && args->num_heads > 0) || !args->k || !args->v || !known_dtype(args->dtype) ||
         (args->rotary_dim > 0 && (!args->cos || !args->sin)))

@@ -31,6 +31,8 @@ enum {
     PHLOEM_W_Q4_1 = 4,
     PHLOEM_NUM_W = 5
 };
+/* What a weight of gate and up panels in turn does to its gate; NONE: it is an ordinary weight. */
+enum { PHLOEM_GATE_NONE = 0, PHLOEM_GATE_SILU = 1, PHLOEM_GATE_GELU_TANH = 2 };
 enum { PHLOEM_ISA_PLAIN = 0, PHLOEM_ISA_AVX2 = 1, PHLOEM_ISA_AVX512 = 2, PHLOEM_NUM_ISAS = 3 };
 
 typedef struct phloem_ctx phloem_ctx;
@@ -44,15 +46,15 @@ typedef struct {
     int32_t reserved;
 } phloem_weight;
 
-/* y (m, n) = x W^T [+ bias] [+ residual]; silu_mul: W holds gate and up panels in turn
- * (phloem_pack_gate_up) and y (m, n/2) = silu(gate) * up. residual may be y itself. */
+/* y (m, n) = x W^T [+ bias] [+ residual]; with a `gate` W holds gate and up panels in turn
+ * (phloem_pack_gate_up) and y (m, n/2) = act(gate) * up. residual may be y itself. */
 typedef struct {
     const void *x;
     void *y;
     const void *residual;
     const phloem_weight *w;
     int64_t m, x_stride, y_stride, residual_stride;
-    int32_t x_dtype, y_dtype, residual_dtype, silu_mul;
+    int32_t x_dtype, y_dtype, residual_dtype, gate;
 } phloem_gemm_args;
 
 /* One layer's K and V inside a page pool
@@ -65,12 +67,15 @@ typedef struct {
 } phloem_kv_layer;
 
 /* A ragged batch: row r owns tokens row_start[r] ... row_start[r+1]-1 of the step; `positions` are
- * absolute and grow within a row; token at position p reads positions 0 ... p (the last `window`
- * of them if window > 0). `tables`: slot of every page of a row, table_stride apart. */
+ * absolute and grow within a row; token at position p reads positions read_from[r] ... p (the last
+ * `window` of them if window > 0). `tables`: slots of a row's pages from page base[r] on,
+ * table_stride apart; those of positions that are not read may be anything. K and V of positions
+ * below write_from[r] are in the pages already and are not written. */
 typedef struct {
     const int32_t *row_start; /* (num_rows + 1) */
     const int32_t *positions; /* (num_tokens) */
     const int64_t *tables;    /* (num_rows, table_stride) */
+    const int32_t *base, *read_from, *write_from; /* (num_rows), or NULL: zeros */
     int64_t table_stride;
     int32_t num_rows, num_tokens;
 } phloem_batch;
@@ -83,7 +88,7 @@ typedef struct {
     int64_t q_stride, out_stride;
     int32_t q_dtype, out_dtype, num_heads, window;
     float scale;
-    int32_t reserved;
+    float softcap; /* a score s becomes softcap * tanh(s / softcap); 0: it stays */
 } phloem_attention_args;
 
 /* Rotary embedding (rotate-half form) and the write of K and V into their pages. rotary_dim 0: no
@@ -98,15 +103,18 @@ typedef struct {
     float norm_eps;
 } phloem_rope_args;
 
-/* One decoder layer: pre-norm attention and gated SiLU MLP. */
+/* One decoder layer: attention and gated MLP, each behind a norm. With post norms, what they give
+ * is normalised before it is added to hidden. */
 typedef struct {
-    const float *attn_norm, *mlp_norm; /* (hidden) */
-    const float *q_norm, *k_norm;      /* (head_dim) or NULL */
+    const float *attn_norm, *mlp_norm;           /* (hidden) */
+    const float *post_attn_norm, *post_mlp_norm; /* (hidden) or NULL */
+    const float *q_norm, *k_norm;                /* (head_dim) or NULL */
     const float *cos, *sin, *sinks;
     phloem_weight qkv, o, gate_up, down;
     int64_t max_position;
     int32_t hidden, num_heads, rotary_dim, window;
-    float norm_eps, scale;
+    float norm_eps, scale, softcap;
+    int32_t gate; /* of the MLP: not NONE */
 } phloem_layer;
 
 PHLOEM_API int32_t phloem_abi_version(void);
@@ -148,9 +156,10 @@ PHLOEM_API int32_t phloem_silu_mul(phloem_ctx *ctx, const void *gate, const void
 PHLOEM_API int32_t phloem_embedding(phloem_ctx *ctx, const int32_t *ids,
                                     const phloem_weight *table, void *y, int32_t y_dtype,
                                     int64_t m);
-/* Every slot that the batch can touch lies in the pool: once per step, the calls below trust it. */
+/* Every slot that the batch can touch in layers with this window (0: without one) lies in the pool:
+ * once per step, the calls below trust it. */
 PHLOEM_API int32_t phloem_check_batch(const phloem_kv_layer *kv, const phloem_batch *batch,
-                                      int64_t max_position);
+                                      int32_t window, int64_t max_position);
 PHLOEM_API int32_t phloem_rope_kv_write(phloem_ctx *ctx, const phloem_rope_args *args,
                                         const phloem_kv_layer *kv, const phloem_batch *batch);
 PHLOEM_API int32_t phloem_attention(phloem_ctx *ctx, const phloem_attention_args *args,

@@ -57,6 +57,23 @@ static void rmsnorm(const void *x, void *residual, const float *w, void *y, int3
 }
 
 template <class T>
+static void norm_add_row(const float *x, const float *w, T *y, int64_t d, float eps) {
+    const float scale = 1.0f / sqrtf(mean_square(x, d) + eps);
+    int64_t i = 0;
+    for (; i + W <= d; i += W) store(y + i, load(y + i) + load(x + i) * scale * load(w + i));
+    for (; i < d; ++i) put(y + i, get(y + i) + x[i] * scale * w[i]);
+}
+
+static void rmsnorm_add(const float *x, const float *w, void *y, int32_t y_dtype, int64_t m,
+                        int64_t d, float eps) {
+    for (int64_t row = 0; row < m; ++row) {
+        const float *in = x + row * d;
+        if (y_dtype == PHLOEM_F32) norm_add_row(in, w, (float *)y + row * d, d, eps);
+        else norm_add_row(in, w, (uint16_t *)y + row * d, d, eps);
+    }
+}
+
+template <class T>
 static void silu_mul_rows(const T *gate, const T *up, T *y, int64_t m, int64_t d,
                           int64_t in_stride) {
     for (int64_t row = 0; row < m; ++row) {
@@ -112,15 +129,17 @@ static void rope_tokens(const phloem_rope_args &args, const phloem_kv_layer &kv,
                         const phloem_batch &batch, int32_t row, int32_t tok0, int32_t tok1) {
     const int64_t d = kv.head_dim, half = args.rotary_dim / 2;
     const int64_t *table = batch.tables + row * batch.table_stride;
+    const RowBounds bounds = row_bounds(batch, row);
     for (int64_t token = tok0; token < tok1; ++token) {
         const int64_t pos = batch.positions[token];
         const float *cos = args.cos + pos * half, *sin = args.sin + pos * half;
         T *q = (T *)args.q + token * args.q_stride;
         for (int64_t h = 0; h < args.num_heads; ++h)
             rope_head(q + h * d, q + h * d, args.q_norm, args, d, cos, sin);
+        if (pos < bounds.write_from) continue;
         const T *k = (const T *)args.k + token * args.k_stride;
         const T *v = (const T *)args.v + token * args.v_stride;
-        KV *page = (KV *)kv.base + table[pos / kv.page_size] * kv.page_stride +
+        KV *page = (KV *)kv.base + table[pos / kv.page_size - bounds.base] * kv.page_stride +
                    pos % kv.page_size * kv.token_stride;
         for (int64_t h = 0; h < kv.num_kv_heads; ++h) {
             KV *at = page + h / kv.heads_per_group * kv.group_stride +

@@ -163,6 +163,22 @@ PHLOEM_INLINE vf vexp(vf x) {
     return x == x ? e : x;
 }
 PHLOEM_INLINE vf vsilu(vf x) { return x / (1.0f + vexp(-x)); }
+// 0.5 x (1 + tanh(u)) = x / (1 + e^-2u), u the usual cubic.
+PHLOEM_INLINE vf vgelu_tanh(vf x) {
+    vf u = x * fma(x * x, set1(0.044715f), set1(1.0f)) * 0.797884560802865356f;
+    return x / (1.0f + vexp(-2.0f * u));
+}
+// Relative error below 3e-7: an odd polynomial near zero, where 1 - 2 / (e^2x + 1) cancels.
+PHLOEM_INLINE vf vtanh(vf x) {
+    vf z = x * x;
+    vf p = set1(-5.70498872745e-3f);
+    p = fma(p, z, set1(2.06390887954e-2f));
+    p = fma(p, z, set1(-5.37397155531e-2f));
+    p = fma(p, z, set1(1.33314422036e-1f));
+    p = fma(p, z, set1(-3.33332819422e-1f));
+    vf far = 1.0f - 2.0f / (1.0f + vexp(2.0f * x));
+    return select(z < 0.390625f, fma(p * z, x, x), far);
+}
 
 // Element access for either dtype, scalar and vector.
 PHLOEM_INLINE float get(const float *p) { return *p; }

@@ -192,11 +192,11 @@ void check_attention(phloem_ctx *ctx, int32_t dtype, int heads, int kv_heads, in
     const int n = (int)positions.size();
     phloem_batch batch{starts.data(), positions.data(), pages.tables.data(), pages.width,
                        (int32_t)contexts.size(), n};
-    expect(phloem_check_batch(&pages.kv, &batch, 1 << 20) == 0, phloem_last_error());
+    expect(phloem_check_batch(&pages.kv, &batch, window, 1 << 20) == 0, phloem_last_error());
     Array q(dtype, (size_t)n * heads * dim), out(dtype, (size_t)n * heads * dim);
     std::vector<float> lse((size_t)n * heads);
     phloem_attention_args args{q.data(), out.data(), lse.data(), nullptr, heads * dim, heads * dim,
-                               dtype, dtype, heads, window, 1.0f / std::sqrt((float)dim), 0};
+                               dtype, dtype, heads, window, 1.0f / std::sqrt((float)dim), 0.0f};
     expect(phloem_attention(ctx, &args, &pages.kv, &batch) == 0, phloem_last_error());
     for (int r = 0, token = 0; r < (int)contexts.size(); ++r)
         for (int t = 0; t < counts[r]; ++t, ++token)

@@ -6,17 +6,28 @@ import numpy as np
 from torch import Tensor
 
 from phloem.attention.batch import RaggedBatch
-from phloem.kernels import KVBuffer
+from phloem.kernels import KVBuffer, Scoring
 from phloem.kernels.native import NativeBatch, NativeKernels, kv_layer
 
 __all__ = ["NativeAttention"]
 
 
 class NativeAttention:
-    """Ragged prefill chunks and decodes over the pages of `buffer`, on the CPU."""
+    """Ragged prefill chunks and decodes over the pages of `buffer`, on the CPU.
 
-    def __init__(self, buffer: KVBuffer, kernels: NativeKernels) -> None:
+    `scoring` None: products divided by the root of the head dimension.
+    """
+
+    def __init__(
+        self,
+        buffer: KVBuffer,
+        kernels: NativeKernels,
+        *,
+        scoring: Scoring | None = None,
+        window: int | None = None,
+    ) -> None:
         self._kernels, self._buffer = kernels, buffer  # kv_layer only borrows the buffer
+        self._scoring, self._window = scoring, window or 0
         self._layers = tuple(kv_layer(buffer, i) for i in range(buffer.num_layers))
 
     def plan(self, batch: RaggedBatch) -> NativeBatch:
@@ -25,10 +36,14 @@ class NativeAttention:
         for row, span in zip(tables, batch.spans, strict=True):
             row[: len(span.slots)] = span.slots
         starts = [span.first for span in batch.spans] + [batch.num_tokens]
+        bounds = [(span.base, span.read_from, span.write_from) for span in batch.spans]
         native = NativeBatch(
-            np.array(starts, dtype=np.int32), batch.positions().astype(np.int32), tables
+            np.array(starts, dtype=np.int32),
+            batch.positions().astype(np.int32),
+            tables,
+            np.array(bounds, dtype=np.int32).T,
         )
-        self._kernels.check_batch(self._layers[0], native, 1 << 30)
+        self._kernels.check_batch(self._layers[0], native, 1 << 30, window=self._window)
         return native
 
     def run(
@@ -41,7 +56,14 @@ class NativeAttention:
         *,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        assert sinks is None, "native attention is not given to models with sinks"
         kv = self._layers[layer]
         self._kernels.rope_kv_write(None, (k, v), kv, meta)
-        return self._kernels.attention(q, kv, meta).view(q.shape[0], -1)
+        out = self._kernels.attention(
+            q,
+            kv,
+            meta,
+            window=self._window,
+            sinks=None if sinks is None else sinks.float(),
+            scoring=self._scoring,
+        )
+        return out.view(q.shape[0], -1)

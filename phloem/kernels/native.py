@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phloem.core.errors import ConfigError
 from phloem.kernels import native_abi as abi
-from phloem.kernels.native_abi import CpuIsa, native_available, usable_cpus
+from phloem.kernels.native_abi import CpuIsa, Gate, native_available, usable_cpus
 from phloem.kernels.native_types import (
     NativeBatch,
     PackedWeight,
@@ -24,6 +24,7 @@ from phloem.kernels.native_types import (
     kv_layer,
     rows_of,
 )
+from phloem.kernels.table import Scoring
 
 __all__ = [
     "NativeBatch",
@@ -87,8 +88,12 @@ class NativeKernels:
         *,
         residual: Tensor | None = None,
         out: Tensor | None = None,
+        gate: Gate = Gate.SILU,
     ) -> Tensor:
-        """x (m, k) W^T [+ bias] [+ residual], or silu(gate) * up: (m, n) in x's dtype, or `out`."""
+        """x (m, k) W^T [+ bias] [+ residual], or act(gate) * up: (m, n) in x's dtype, or `out`.
+
+        `gate`: what a weight of gate and up does to its gate.
+        """
         x = rows_of(x, "x")
         width = weight.n // 2 if weight.gate_up else weight.n
         if x.ndim != 2 or x.shape[1] != weight.k:
@@ -109,7 +114,7 @@ class NativeKernels:
             x_dtype=dtype_number(x),
             y_dtype=dtype_number(result),
             residual_dtype=0 if residual is None else dtype_number(residual),
-            silu_mul=int(weight.gate_up),
+            gate=int(gate if weight.gate_up else Gate.NONE),
         )
         abi.check(self._lib.phloem_gemm(self._ctx, c.byref(args)))
         return result
@@ -213,12 +218,14 @@ class NativeKernels:
         window: int = 0,
         sinks: Tensor | None = None,
         lse: Tensor | None = None,
+        scoring: Scoring | None = None,
     ) -> Tensor:
         """Attention of q (N, H, D) over the pages: (N, H, D) in q's dtype.
 
         `window` 0: all earlier positions. `sinks` (H,) fp32. `lse` (N, H) fp32 receives the
-        natural log-sum-exp.
+        natural log-sum-exp. `scoring` None: products over the root of D.
         """
+        scoring = scoring or Scoring(q.shape[2] ** -0.5)
         q = rows_of(q, "q")
         out = torch.empty(q.shape, dtype=q.dtype)
         args = abi.AttentionArgs(
@@ -232,16 +239,21 @@ class NativeKernels:
             out_dtype=dtype_number(out),
             num_heads=q.shape[1],
             window=window,
-            scale=q.shape[2] ** -0.5,
+            scale=scoring.scale,
+            softcap=scoring.softcap or 0.0,
         )
         abi.check(
             self._lib.phloem_attention(self._ctx, c.byref(args), c.byref(kv), c.byref(batch.struct))
         )
         return out
 
-    def check_batch(self, kv: abi.KvLayer, batch: NativeBatch, num_positions: int) -> None:
-        """Raise ValueError if the batch reaches outside the pool: once per step."""
-        abi.check(self._lib.phloem_check_batch(c.byref(kv), c.byref(batch.struct), num_positions))
+    def check_batch(
+        self, kv: abi.KvLayer, batch: NativeBatch, num_positions: int, *, window: int = 0
+    ) -> None:
+        """Raise ValueError if the batch reaches outside the pool: once per step and window."""
+        abi.check(
+            self._lib.phloem_check_batch(c.byref(kv), c.byref(batch.struct), window, num_positions)
+        )
 
     def layer_forward(
         self, layer: abi.Layer, kv: abi.KvLayer, batch: NativeBatch, hidden: Tensor

@@ -20,6 +20,7 @@ __all__ = [
     "Batch",
     "CpuIsa",
     "Dtype",
+    "Gate",
     "GemmArgs",
     "KvLayer",
     "Layer",
@@ -47,6 +48,14 @@ class Dtype(enum.IntEnum):
 
     F32 = 0
     BF16 = 1
+
+
+class Gate(enum.IntEnum):
+    """What a gated MLP does to its gate; NONE: an ordinary product."""
+
+    NONE = 0
+    SILU = 1
+    GELU_TANH = 2
 
 
 class WeightFormat(enum.IntEnum):
@@ -95,7 +104,7 @@ class GemmArgs(c.Structure):
         ("x_dtype", _I32),
         ("y_dtype", _I32),
         ("residual_dtype", _I32),
-        ("silu_mul", _I32),
+        ("gate", _I32),
     )
 
 
@@ -122,6 +131,9 @@ class Batch(c.Structure):
         ("row_start", _PTR),
         ("positions", _PTR),
         ("tables", _PTR),
+        ("base", _PTR),
+        ("read_from", _PTR),
+        ("write_from", _PTR),
         ("table_stride", _I64),
         ("num_rows", _I32),
         ("num_tokens", _I32),
@@ -141,7 +153,7 @@ class AttentionArgs(c.Structure):
         ("num_heads", _I32),
         ("window", _I32),
         ("scale", _F32),
-        ("reserved", _I32),
+        ("softcap", _F32),
     )
 
 
@@ -169,6 +181,8 @@ class Layer(c.Structure):
     _fields_ = (
         ("attn_norm", _PTR),
         ("mlp_norm", _PTR),
+        ("post_attn_norm", _PTR),
+        ("post_mlp_norm", _PTR),
         ("q_norm", _PTR),
         ("k_norm", _PTR),
         ("cos", _PTR),
@@ -185,6 +199,8 @@ class Layer(c.Structure):
         ("window", _I32),
         ("norm_eps", _F32),
         ("scale", _F32),
+        ("softcap", _F32),
+        ("gate", _I32),
     )
 
 
@@ -208,7 +224,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "phloem_rmsnorm": (_I32, (_PTR, _PTR, _PTR, _PTR, _PTR, _I32, _I64, _I64, _F32)),
     "phloem_silu_mul": (_I32, (_PTR, _PTR, _PTR, _PTR, _I32, _I64, _I64, _I64)),
     "phloem_embedding": (_I32, (_PTR, _PTR, c.POINTER(Weight), _PTR, _I32, _I64)),
-    "phloem_check_batch": (_I32, (_KV, _BATCH, _I64)),
+    "phloem_check_batch": (_I32, (_KV, _BATCH, _I32, _I64)),
     "phloem_rope_kv_write": (_I32, (_PTR, c.POINTER(RopeArgs), _KV, _BATCH)),
     "phloem_attention": (_I32, (_PTR, c.POINTER(AttentionArgs), _KV, _BATCH)),
     "phloem_layer_forward": (_I32, (_PTR, c.POINTER(Layer), _KV, _BATCH, _PTR, _I32)),

@@ -82,6 +82,8 @@ class NativeBatch:
     """A ragged batch in the form that attention and layers read, built once per step.
 
     `row_start` (R + 1,), `positions` (N,) absolute, `tables` (R, pages): slots, unused ones 0.
+    `bounds` (3, R): the first page in each row's table, the first position that it reads, and the
+    first one whose K and V it writes; None: zeros.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class NativeBatch:
         row_start: npt.NDArray[np.int32],
         positions: npt.NDArray[np.int32],
         tables: npt.NDArray[np.int64],
+        bounds: npt.NDArray[np.int32] | None = None,
     ) -> None:
         self.row_start = np.ascontiguousarray(row_start, dtype=np.int32)
         self.positions = np.ascontiguousarray(positions, dtype=np.int32)
@@ -97,10 +100,18 @@ class NativeBatch:
             raise ValueError("row_start must have one entry more than tables has rows")
         if self.row_start[-1] != len(self.positions):
             raise ValueError("row_start must end at the number of positions")
+        if bounds is None:
+            bounds = np.zeros((3, len(self.tables)), dtype=np.int32)
+        self.bounds = np.ascontiguousarray(bounds, dtype=np.int32)
+        if self.bounds.shape != (3, len(self.tables)):
+            raise ValueError(f"bounds must be (3, {len(self.tables)}), are {self.bounds.shape}")
         self.struct = abi.Batch(
             row_start=self.row_start.ctypes.data,
             positions=self.positions.ctypes.data,
             tables=self.tables.ctypes.data,
+            base=self.bounds[0].ctypes.data,
+            read_from=self.bounds[1].ctypes.data,
+            write_from=self.bounds[2].ctypes.data,
             table_stride=self.tables.shape[1],
             num_rows=len(self.tables),
             num_tokens=len(self.positions),

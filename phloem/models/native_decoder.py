@@ -11,19 +11,21 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from phloem.config.model import ModelConfig
+from phloem.config.model import Activation, LayerSpec, ModelConfig, RopeConfig
 from phloem.kernels import KVBuffer
 from phloem.kernels.native import NativeBatch, NativeKernels, kv_layer
-from phloem.kernels.native_abi import Layer
+from phloem.kernels.native_abi import Gate, KvLayer, Layer
 from phloem.kernels.native_types import address
 from phloem.layers import RopeTable
 from phloem.models.packing import PackedDecoder, PackedLayer
 
 __all__ = ["NativeDecoder"]
 
+_GATES = {Activation.SILU: Gate.SILU, Activation.GELU_TANH: Gate.GELU_TANH}
+
 
 class NativeDecoder:
-    """Owns `weights`, which `kernels` packed."""
+    """Owns `weights`, which `kernels` packed. `buffers`: pages, one buffer per component."""
 
     def __init__(
         self,
@@ -31,21 +33,28 @@ class NativeDecoder:
         weights: PackedDecoder,
         *,
         kernels: NativeKernels,
-        buffer: KVBuffer,
+        buffers: Sequence[KVBuffer],
         num_positions: int,
     ) -> None:
         self.config = config
         self._kernels, self._weights = kernels, weights
-        rope = RopeTable(
-            config.rope,
-            head_dim=config.head_dim,
-            num_positions=num_positions,
-            device=torch.device("cpu"),
+        self._rope = _Rope(config.rope, config.head_dim, num_positions)
+        own = config.window_rope
+        self._window_rope = self._rope
+        if own is not None:
+            self._window_rope = _Rope(own, config.head_dim, num_positions)
+        self._buffers = tuple(buffers)  # kv_layer only borrows them
+        specs = zip(config.layers, weights.layers, strict=True)
+        structs = [self._struct(spec, layer) for spec, layer in specs]
+        places = sorted(
+            (number, component, index)
+            for component, numbers in enumerate(config.component_layers)
+            for index, number in enumerate(numbers)
         )
-        self._cos, self._sin = rope.cos.contiguous(), rope.sin.contiguous()
-        self._layers = tuple(self._struct(layer) for layer in weights.layers)
-        self._buffer = buffer  # kv_layer only borrows it
-        self._kv = tuple(kv_layer(buffer, i) for i in range(len(self._layers)))
+        self._steps: tuple[tuple[Layer, KvLayer, int], ...] = tuple(
+            (structs[number], kv_layer(self._buffers[component], index), component)
+            for number, component, index in places
+        )
 
     @property
     def device(self) -> torch.device:
@@ -71,34 +80,54 @@ class NativeDecoder:
     ) -> Tensor:
         """Hidden states after the last layer, before the final norm: (N, hidden)."""
         hidden = self._kernels.embedding(tokens, self._weights.embedding, self.dtype)
-        for layer, kv in zip(self._layers, self._kv, strict=True):
-            self._kernels.layer_forward(layer, kv, meta[0], hidden)
+        if self.config.embedding_scale != 1.0:
+            # The scale is rounded to the model's dtype, as in training.
+            hidden.mul_(torch.tensor(self.config.embedding_scale, dtype=hidden.dtype))
+        for layer, kv, component in self._steps:
+            self._kernels.layer_forward(layer, kv, meta[component], hidden)
             on_layer()
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output head of hidden states (R, hidden): (R, vocab), fp32."""
         normed = self._kernels.rms_norm(hidden.float(), self._weights.norm, self.config.norm_eps)
-        return self._kernels.linear(normed, self._weights.head)
+        logits = self._kernels.linear(normed, self._weights.head)
+        cap = self.config.final_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
-    def _struct(self, weights: PackedLayer) -> Layer:
+    def _struct(self, spec: LayerSpec, weights: PackedLayer) -> Layer:
         config = self.config
+        rope = self._rope if spec.window is None else self._window_rope
         return Layer(
             attn_norm=address(weights.attn_norm),
             mlp_norm=address(weights.mlp_norm),
+            post_attn_norm=address(weights.post_attn_norm),
+            post_mlp_norm=address(weights.post_mlp_norm),
             q_norm=address(weights.q_norm),
             k_norm=address(weights.k_norm),
-            cos=self._cos.data_ptr(),
-            sin=self._sin.data_ptr(),
+            cos=address(rope.cos),
+            sin=address(rope.sin),
+            sinks=address(weights.sinks),
             qkv=weights.qkv.struct(),
             o=weights.out.struct(),
             gate_up=weights.gate_up.struct(),
             down=weights.down.struct(),
-            max_position=self._cos.shape[0],
+            max_position=rope.cos.shape[0],
             hidden=config.hidden_size,
             num_heads=config.num_heads,
-            rotary_dim=2 * self._cos.shape[1],
-            window=0,
+            rotary_dim=2 * rope.cos.shape[1],
+            window=spec.window or 0,
             norm_eps=config.norm_eps,
-            scale=config.head_dim**-0.5,
+            scale=config.score_scale,
+            softcap=config.attn_softcap or 0.0,
+            gate=int(_GATES[config.activation]),
         )
+
+
+class _Rope:
+    """cos and sin of every position, contiguous."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, num_positions: int) -> None:
+        cpu = torch.device("cpu")
+        table = RopeTable(rope, head_dim=head_dim, num_positions=num_positions, device=cpu)
+        self.cos, self.sin = table.cos.contiguous(), table.sin.contiguous()

@@ -42,7 +42,7 @@ _FOUR_BITS = {WeightFormat.Q4_0, WeightFormat.Q4_1}
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedLayer:
-    """One decoder layer. Norms are fp32; `gate_up` alternates panels of both."""
+    """One decoder layer. Norms and sinks are fp32; `gate_up` alternates panels of both."""
 
     attn_norm: Tensor
     qkv: PackedWeight
@@ -52,12 +52,16 @@ class PackedLayer:
     mlp_norm: Tensor
     gate_up: PackedWeight
     down: PackedWeight
+    post_attn_norm: Tensor | None
+    post_mlp_norm: Tensor | None
+    sinks: Tensor | None
 
     @property
     def num_bytes(self) -> int:
         norms = (self.attn_norm, self.mlp_norm, self.q_norm, self.k_norm)
+        plain = (*norms, self.post_attn_norm, self.post_mlp_norm, self.sinks)
         packed = (self.qkv, self.out, self.gate_up, self.down)
-        return sum(w.num_bytes for w in packed) + sum(t.nbytes for t in norms if t is not None)
+        return sum(w.num_bytes for w in packed) + sum(t.nbytes for t in plain if t is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -126,21 +130,30 @@ class _Packer:
         self._checkpoint, self._dtype, self._quantisation = checkpoint, dtype, quantisation
 
     def norm(self, piece: Piece) -> Tensor:
-        """Rounded to the model's dtype, as every computation of this model takes it."""
+        """Rounded as every computation of this model takes it."""
         return self._checkpoint.norm(piece, self._dtype, CPU).float()
+
+    def _maybe_norm(self, piece: Piece | None) -> Tensor | None:
+        return None if piece is None else self.norm(piece)
 
     def layer(self, i: int) -> PackedLayer:
         layer = self._checkpoint.pieces.layer(i)
         return PackedLayer(
             attn_norm=self.norm(layer.attn_norm),
             qkv=self.linear(layer.qkv),
-            q_norm=self.norm(layer.q_norm) if layer.q_norm else None,
-            k_norm=self.norm(layer.k_norm) if layer.k_norm else None,
+            q_norm=self._maybe_norm(layer.q_norm),
+            k_norm=self._maybe_norm(layer.k_norm),
             out=self.linear(layer.out),
             mlp_norm=self.norm(layer.mlp_norm),
             gate_up=self._gate_up(layer.gate_up),
             down=self.linear(layer.down),
+            post_attn_norm=self._maybe_norm(layer.post_attn_norm),
+            post_mlp_norm=self._maybe_norm(layer.post_mlp_norm),
+            sinks=self._sinks(layer.sinks),
         )
+
+    def _sinks(self, piece: Piece | None) -> Tensor | None:
+        return None if piece is None else self._checkpoint.vector(piece, self._dtype, CPU).float()
 
     def linear(self, pieces: LinearPieces) -> PackedWeight:
         bias = self._checkpoint.stack(pieces.bias, self._dtype, CPU) if pieces.bias else None

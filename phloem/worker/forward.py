@@ -142,9 +142,13 @@ def _native(
         config,
         weights,
         kernels=kernels,
-        buffer=pools[0].buffer,
+        buffers=[pool.buffer for pool in pools],
         num_positions=options.num_positions,
     )
-    backends = [NativeAttention(pool.buffer, kernels) for pool in pools]
+    scoring = Scoring(config.score_scale, config.attn_softcap)
+    backends = [
+        NativeAttention(pool.buffer, kernels, scoring=scoring, window=window)
+        for pool, window in zip(pools, (None, config.window), strict=False)
+    ]
     attention = LayeredAttention(backends, config.component_layers)
     return ForwardPass("native", model, attention, model.weight_bytes)

@@ -67,7 +67,7 @@ class Model:
             backend = NativeAttention(pool.buffer, kernels)
             weights = load_packed(path, config, dtype=DTYPES[dtype], quantisation=quantisation)
             self.decoder = NativeDecoder(
-                config, weights, kernels=kernels, buffer=pool.buffer, num_positions=POSITIONS
+                config, weights, kernels=kernels, buffers=[pool.buffer], num_positions=POSITIONS
             )
         self.attention = LayeredAttention([backend], config.component_layers)
 
