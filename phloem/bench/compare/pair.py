@@ -11,6 +11,7 @@ from pathlib import Path
 
 from phloem.bench.client import Client
 from phloem.bench.compare.agent_trace import AgentTrace, PartReport, play
+from phloem.bench.compare.calibrate import Precision
 from phloem.bench.compare.peer import Attached, Launch, Peer, PeerUnavailable, Say, ServerSpec
 from phloem.bench.compare.peers.phloem_peer import PhloemServer
 from phloem.bench.compare.process import running, tree_peak_rss
@@ -54,7 +55,7 @@ class Measured:
     ours: str
     peer: Peer
     version: str
-    dtype: str
+    precision: Precision
     pairs: dict[str, Pairs] = field(default_factory=dict)
     units: dict[str, str] = field(default_factory=dict)
     traces: list[TraceRun] = field(default_factory=list)
@@ -95,7 +96,7 @@ async def _served(
     """Start a server for a while. `role` names it in the report."""
     port = free_port()
     # Phloem's own name says its precision; a peer has the one that was chosen for it.
-    dtype = spec.dtype if isinstance(server, PhloemServer) else measured.dtype
+    dtype = spec.dtype if isinstance(server, PhloemServer) else measured.precision.dtype
     launch: Launch | Attached = server.launch(replace(spec, dtype=dtype), port)
     measured.commands[role] = _portable(launch.shown(), port)
     with running(launch, port) as process:

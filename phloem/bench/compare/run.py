@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phloem.bench.compare.agent_trace import AgentTrace, load_trace
-from phloem.bench.compare.calibrate import best_dtype
+from phloem.bench.compare.calibrate import best_precision
 from phloem.bench.compare.figures import figures_of, roofline_figures
 from phloem.bench.compare.model_files import find_model
 from phloem.bench.compare.pair import Measured, PairPlan, measure_pair
@@ -60,6 +60,8 @@ class CompareOptions:
 
     def __post_init__(self) -> None:
         validate(self)
+        if self.save is not None and not Path(self.save).parent.is_dir():
+            raise ConfigError(f"--save {self.save}: there is no folder {Path(self.save).parent}")
         for name in self.wanted:
             if name not in TASK_NAMES:
                 near = did_you_mean(name, TASK_NAMES)
@@ -139,8 +141,8 @@ async def _one_pair(
 ) -> Measured:
     version = peer.prepare(say)
     ours = PhloemServer(dtype="q4" if peer.dtypes == ("q4",) else "bf16")
-    dtype = await best_dtype(peer, version, spec, cache, say)
-    measured = Measured(ours=ours.name, peer=peer, version=version, dtype=dtype)
+    precision = await best_precision(peer, version, spec, cache, say)
+    measured = Measured(ours=ours.name, peer=peer, version=version, precision=precision)
     await measure_pair(ours, measured, spec, plan, say)
     for what, why in measured.failed.items():
         say(f"{peer.name}: {what} failed: {why}")
@@ -193,7 +195,9 @@ def _peer_facts(one: Measured) -> dict[str, Any]:
     return {
         "peer": one.peer.name,
         "version": one.version,
-        "dtype": one.dtype,
+        "dtype": one.precision.dtype,
+        "tried": {"prefill_512, decode_b1, decode_b8 tok/s": one.precision.rates},
+        "not_tried": list(one.precision.failures),
         "beside": one.ours,
         "commands": one.commands,
         "failed": one.failed,
