@@ -58,18 +58,24 @@ class SimStorage:
         self.pages: dict[bytes, Memory | None] = {}
         self.puts = 0
         self._gone: list[bytes] = []
+        self._overflowed = False
 
     def lose(self, links: Iterable[bytes]) -> None:
         """Forget pages, as a full store does, and say so at the next `take_gone`."""
         for link in links:
-            del self.pages[link]
+            self.pages.pop(link, None)
             self._gone.append(link)
+
+    def overflow(self) -> None:
+        """More has gone than `take_gone` can name."""
+        self._overflowed = True
 
     def take_gone(self) -> Gone:
         """What was lost since the last call and has not come back."""
         gone = tuple(link for link in self._gone if link not in self.pages)
+        overflowed, self._overflowed = self._overflowed, False
         self._gone.clear()
-        return Gone(gone)
+        return Gone(gone, overflowed)
 
 
 @dataclass(slots=True)

@@ -320,6 +320,8 @@ class TierController:
             gone = self._storage.take_gone()
             if gone.keys or gone.overflowed:
                 self._writes.lost(gone)
+                if self._windows is not None:
+                    self._windows.lost(gone)
 
     def flush(self, timeout_s: float) -> int:
         """Write down what the policy says, ancestors first; for an orderly shutdown.

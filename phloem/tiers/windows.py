@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,8 @@ from phloem.cache import PrefixCache, WindowMatch
 from phloem.cache.components import ABSENT
 from phloem.cache.node import Node
 from phloem.cache.window_host import WindowHost
+from phloem.core.store import Gone
+from phloem.kv.keys import LINK_BYTES
 from phloem.tiers.config import TierConfig
 from phloem.tiers.cost import CostModel, Way
 from phloem.tiers.flights import Flights
@@ -100,10 +102,12 @@ class WindowTiers:
             for slot in path.slots[path.on_host][-1:].tolist():
                 self._writes.wants(slot)
 
-    def lost(self, links: Iterable[bytes]) -> None:
-        """Storage has lost objects of these links, of one component or the other."""
-        if self._writes is not None:
-            self._writes.are_lost(links)
+    def lost(self, gone: Gone) -> None:
+        """Storage has lost objects, of one component or the other."""
+        if gone.overflowed:
+            self.storage_changed(attached=self._to_storage)
+        elif self._writes is not None:
+            self._writes.are_lost(key[:LINK_BYTES] for key in gone.keys)
 
     def pump(self) -> None:
         """Start what can be started now."""

@@ -29,6 +29,10 @@ class _Capture:
         for i, row in enumerate(logits):
             self.logits[serial][start + i] = row.clone()
 
+    def forget(self, serial: int) -> None:
+        """A row has a new tenant."""
+        self.logits.pop(serial, None)
+
 
 def load(path: object, *, page_size: int, **options: Any) -> tuple[LoadedWorker, _Capture]:
     """An inline fp32 worker that captures logits and poisons freed pages with NaN."""
@@ -194,7 +198,7 @@ class Driver:
     ) -> None:
         self.sampled[row] = []
         self._restarts.pop(row, None)
-        self.capture.logits.pop(100 + row, None)
+        self.capture.forget(100 + row)
         init = RowInit(
             row=row,
             serial=100 + row,

@@ -35,6 +35,9 @@ class Surprise:
         self.total -= float(logp.gather(1, torch.tensor(ids)[:, None]).double().sum())
         self.count += len(ids)
 
+    def forget(self, serial: int) -> None:
+        """A row has a new tenant: what its rows have summed up counts all the same."""
+
     @property
     def perplexity(self) -> float:
         return math.exp(self.total / self.count)

@@ -7,7 +7,6 @@ import random
 import pytest
 
 from phloem.cache import check_invariants
-from phloem.core.store import Gone
 from phloem.core.tokens import tokens_to_bytes
 from phloem.core.transfer import Transfer, TransferKind
 from phloem.sim import SimStorage, TransferCosts
@@ -122,9 +121,7 @@ def test_more_losses_than_can_be_told_are_believed_of_everything():
     stored(rig, prompt, "write_through")
     for link in links_of(rig, prompt):
         del storage.pages[link]
-    assert rig.tiers is not None
-    assert rig.tiers._writes is not None
-    rig.tiers._writes.lost(Gone(overflowed=True))
+    storage.overflow()
     ask(rig, "again", prompt)
     assert all(in_storage(rig, storage, prompt))
 

@@ -203,7 +203,9 @@ def test_only_the_tail_of_the_longest_restorable_length_is_read():
     rig.check_idle()
 
 
-def test_a_tail_that_storage_has_lost_is_written_again_when_it_is_used():
+@pytest.mark.parametrize("overflowed", [False, True])
+def test_a_tail_that_storage_has_lost_is_written_again_when_it_is_used(overflowed: bool):
+    """Told by its keys, or as one of more objects than could be told."""
     rng = random.Random(17)
     storage = SimStorage()
     rig = make_rig(storage=storage)
@@ -214,7 +216,10 @@ def test_a_tail_that_storage_has_lost_is_written_again_when_it_is_used():
         del storage.pages[link]
     ask(rig, "unaware", prompt)
     assert links_of(storage, window=True) == []
-    rig.tiers._windows.lost(link.removesuffix(SimStorage.WINDOW) for link in lost)
+    if overflowed:
+        storage.overflow()
+    else:
+        storage.lose(lost)
     ask(rig, "again", prompt)
     assert links_of(storage, window=True) == lost
     rig.check_idle()
