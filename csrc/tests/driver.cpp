@@ -173,44 +173,111 @@ struct Pages {
     }
 };
 
+// What rows of one layer may read, and tables that hold nothing before that.
+struct Bounds {
+    std::vector<int32_t> base, read_from, write_from;
+    std::vector<int64_t> tables;
+    int64_t width = 1;
+
+    Bounds(const Pages &pages, const std::vector<int> &counts, int window, bool restarted) {
+        for (size_t r = 0; r < counts.size(); ++r) {
+            const int first = pages.contexts[r] - counts[r];
+            read_from.push_back(restarted ? uniform(0, first) : 0);
+            write_from.push_back(restarted ? uniform(0, pages.contexts[r]) : 0);
+            base.push_back(low(r, first, window) / pages.page_size);
+            width = std::max(width, num_pages(pages, r));
+        }
+        tables.assign(counts.size() * width, -1);
+        for (size_t r = 0; r < counts.size(); ++r)
+            for (int64_t p = 0; p < num_pages(pages, r); ++p)
+                tables[r * width + p] = pages.tables[r * pages.width + base[r] + p];
+    }
+    int64_t num_pages(const Pages &pages, size_t r) const {
+        return (pages.contexts[r] + pages.page_size - 1) / pages.page_size - base[r];
+    }
+    int low(size_t r, int position, int window) const {
+        return std::max(read_from[r], window > 0 ? position - window + 1 : 0);
+    }
+    phloem_batch batch(const std::vector<int32_t> &starts,
+                       const std::vector<int32_t> &positions) const {
+        return {starts.data(), positions.data(), tables.data(), base.data(), read_from.data(),
+                write_from.data(), width, (int32_t)base.size(), (int32_t)positions.size()};
+    }
+};
+
+// K and V of positions below write_from keep what they hold, all others get what is given.
+void check_write(phloem_ctx *ctx, int32_t dtype, Pages &pages, const Bounds &bounds,
+                 const phloem_batch &batch) {
+    const int heads = pages.kv.num_kv_heads, width = heads * pages.dim;
+    Array k(dtype, (size_t)batch.num_tokens * width), v = k, before = pages.pool;
+    phloem_rope_args args{};
+    args.k = k.data();
+    args.v = v.data();
+    args.k_stride = args.v_stride = width;
+    args.dtype = dtype;
+    expect(phloem_rope_kv_write(ctx, &args, &pages.kv, &batch) == 0, phloem_last_error());
+    for (int r = 0; r < batch.num_rows; ++r)
+        for (int t = batch.row_start[r]; t < batch.row_start[r + 1]; ++t)
+            for (int i = 0; i < 2 * width; ++i) {
+                const int pos = batch.positions[t], head = i % width / pages.dim;
+                const size_t at = pages.index(r, pos, head, i / width, i % pages.dim);
+                const float want = pos < bounds.write_from[r] ? before.at(at)
+                                                              : k.at((size_t)t * width + i % width);
+                expect(pages.pool.at(at) == want, "write");
+            }
+    pages.pool = before;
+}
+
+struct Form {
+    bool restarted;
+    float softcap;
+    bool sinks;
+};
+
 void check_attention(phloem_ctx *ctx, int32_t dtype, int heads, int kv_heads, int groups,
-                     int page_size, int dim, int window) {
+                     int page_size, int dim, int window, Form form = {}) {
     std::vector<int> contexts{1, uniform(2, 40), uniform(250, 300), uniform(90, 130)};
     std::vector<int> counts{1, uniform(1, contexts[1]), 1, uniform(2, 60)};
     Pages pages(dtype, kv_heads, groups, page_size, dim, contexts);
+    const Bounds bounds(pages, counts, window, form.restarted);
     std::vector<int32_t> starts{0}, positions;
     for (size_t r = 0; r < contexts.size(); ++r) {
         const int first = contexts[r] - counts[r];
         for (int p = 0; p < contexts[r]; ++p)
             for (int h = 0; h < kv_heads; ++h)
                 for (int i = 0; i < 2 * dim; ++i)
-                    if (window == 0 || p > first - window)
+                    if (p >= bounds.low(r, first, window))
                         pages.pool.set(pages.index((int)r, p, h, i / dim, i % dim), normal());
         for (int p = first; p < contexts[r]; ++p) positions.push_back(p);
         starts.push_back((int32_t)positions.size());
     }
     const int n = (int)positions.size();
-    phloem_batch batch{starts.data(), positions.data(), pages.tables.data(), pages.width,
-                       (int32_t)contexts.size(), n};
+    phloem_batch batch = bounds.batch(starts, positions);
+    check_write(ctx, dtype, pages, bounds, batch);
+    std::vector<float> sinks(heads);
+    for (float &sink : sinks) sink = normal();
     expect(phloem_check_batch(&pages.kv, &batch, window, 1 << 20) == 0, phloem_last_error());
     Array q(dtype, (size_t)n * heads * dim), out(dtype, (size_t)n * heads * dim);
     std::vector<float> lse((size_t)n * heads);
-    phloem_attention_args args{q.data(), out.data(), lse.data(), nullptr, heads * dim, heads * dim,
-                               dtype, dtype, heads, window, 1.0f / std::sqrt((float)dim), 0.0f};
+    phloem_attention_args args{q.data(), out.data(), lse.data(), form.sinks ? sinks.data() : nullptr,
+                               heads * dim, heads * dim, dtype, dtype, heads, window,
+                               1.0f / std::sqrt((float)dim), form.softcap};
     expect(phloem_attention(ctx, &args, &pages.kv, &batch) == 0, phloem_last_error());
     for (int r = 0, token = 0; r < (int)contexts.size(); ++r)
         for (int t = 0; t < counts[r]; ++t, ++token)
             for (int h = 0; h < heads; ++h) {
                 const int pos = positions[token], kvh = h / (heads / kv_heads);
-                const int low = window > 0 && pos - window + 1 > 0 ? pos - window + 1 : 0;
+                const int low = bounds.low(r, pos, window);
                 const size_t at = ((size_t)token * heads + h) * dim;
                 std::vector<double> sum(dim);
-                double total = 0;
+                double total = form.sinks ? std::exp(sinks[h]) : 0;
                 for (int p = low; p <= pos; ++p) {
                     double score = 0;
                     for (int i = 0; i < dim; ++i)
                         score += (double)q.at(at + i) * pages.pool.at(pages.index(r, p, kvh, 0, i));
-                    const double e = std::exp(score / std::sqrt((double)dim));
+                    score /= std::sqrt((double)dim);
+                    if (form.softcap > 0) score = form.softcap * std::tanh(score / form.softcap);
+                    const double e = std::exp(score);
                     total += e;
                     for (int i = 0; i < dim; ++i)
                         sum[i] += e * pages.pool.at(pages.index(r, p, kvh, 1, i));
@@ -222,7 +289,7 @@ void check_attention(phloem_ctx *ctx, int32_t dtype, int heads, int kv_heads, in
 }
 
 // Shapes that must fit, odd ones included; values are checked against other calls in Python.
-void check_layer(phloem_ctx *ctx, int32_t dtype, int tokens) {
+void check_layer(phloem_ctx *ctx, int32_t dtype, int tokens, bool gemma) {
     const int hidden = 40, heads = 4, kv_heads = 2, dim = 12, inner = 32;
     Pages pages(dtype, kv_heads, 2, 4, dim, {tokens});
     std::vector<float> norm(hidden, 1.0f), head_norm(dim, 1.0f), angles(64 * dim / 2, 0.5f);
@@ -253,9 +320,16 @@ void check_layer(phloem_ctx *ctx, int32_t dtype, int tokens) {
     layer.rotary_dim = dim;
     layer.norm_eps = 1e-5f;
     layer.scale = 0.3f;
+    layer.gate = gemma ? PHLOEM_GATE_GELU_TANH : PHLOEM_GATE_SILU;
+    if (gemma) {
+        layer.post_attn_norm = layer.post_mlp_norm = norm.data();
+        layer.softcap = 2.0f;
+        layer.window = 7;
+    }
     std::vector<int32_t> starts{0, tokens}, positions;
     for (int i = 0; i < tokens; ++i) positions.push_back(i);
-    phloem_batch batch{starts.data(), positions.data(), pages.tables.data(), pages.width, 1, tokens};
+    phloem_batch batch{starts.data(), positions.data(), pages.tables.data(), nullptr, nullptr,
+                       nullptr, pages.width, 1, tokens};
     Array x(dtype, (size_t)tokens * hidden);
     expect(phloem_layer_forward(ctx, &layer, &pages.kv, &batch, x.data(), dtype) == 0,
            phloem_last_error());
@@ -311,8 +385,13 @@ int main() {
                     check_attention(ctx, dtype, 6, 2, 2, page_size, 64, 0);
                     check_attention(ctx, dtype, 8, 4, 2, page_size, 16, page_size == 4 ? 20 : 0);
                     check_attention(ctx, dtype, 5, 1, 1, page_size, 20, page_size == 16 ? 7 : 0);
+                    for (int window : {1, 9, 100}) {
+                        check_attention(ctx, dtype, 6, 2, 1, page_size, 32, window, {true, 0, true});
+                        check_attention(ctx, dtype, 3, 3, 3, page_size, 12, window, {true, 1.5f, false});
+                    }
                 }
-                for (int tokens : {1, 3, 50}) check_layer(ctx, dtype, tokens);
+                for (int tokens : {1, 3, 50})
+                    for (bool gemma : {false, true}) check_layer(ctx, dtype, tokens, gemma);
                 for (int n : {1, 7, 16, 65}) check_small(ctx, dtype, n);
             }
             for (int32_t format : {PHLOEM_W_Q4_0, PHLOEM_W_Q4_1, PHLOEM_W_Q8_0})

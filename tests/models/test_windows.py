@@ -20,7 +20,15 @@ from safetensors.torch import load_file, save_file
 from phloem.core.errors import ConfigError
 from tests.models.checkpoints import WINDOWED, make_checkpoint, make_windowed
 from tests.models.driver import FULL, WINDOW, Driver, load
-from tests.models.test_against_transformers import TOLERANCE, Case, prompt, relative_error
+from tests.models.test_against_transformers import (
+    TOLERANCE,
+    Case,
+    kernels,
+    prompt,
+    relative_error,
+)
+
+__all__ = ["kernels"]
 
 WINDOWS, PAGES = (4, 8, 16, 64), (1, 4, 16, 32)
 
@@ -71,13 +79,13 @@ def case_id(value: object) -> str:
 @pytest.mark.parametrize(("family", "window", "page_size"), CASES, ids=case_id)
 @pytest.mark.parametrize("pages_per_chunk", [1, 3, None])
 def test_logits_at_every_position_while_windows_slide(
-    model, family, window, page_size, pages_per_chunk
+    model, family, window, page_size, pages_per_chunk, kernels
 ):
     """Prompts of six windows in chunks, then decodes; what falls out of the window is NaN at once
     and its page another row's."""
     case = model(family, window)
     ids = prompt(6 * window + 5)
-    driver = Driver(load(case.path, page_size=page_size))
+    driver = Driver(load(case.path, page_size=page_size, kernels=kernels))
     driver.admit(0, ids)
     driver.prefill(0, ids, 0, _chunk(pages_per_chunk, page_size, window), window=window)
     for _ in range(2 * page_size if page_size < 16 else 5):
@@ -90,10 +98,11 @@ def test_logits_at_every_position_while_windows_slide(
 
 
 @pytest.mark.parametrize(("family", "window", "page_size"), CASES[::2], ids=case_id)
-def test_ragged_batches(model, family, window, page_size):
+def test_ragged_batches(model, family, window, page_size, kernels):
     """Prefills and decodes of many lengths share every step; each equals the oracle alone."""
     case = model(family, window)
-    driver = Driver(load(case.path, page_size=page_size, num_pages=64 + 2048 // page_size))
+    pages = 64 + 2048 // page_size
+    driver = Driver(load(case.path, page_size=page_size, num_pages=pages, kernels=kernels))
     lengths = (1, window, window + 1, 3 * window - 1, 5 * window + 2)
     prompts = {row: prompt(length, row) for row, length in enumerate(lengths)}
     done = dict.fromkeys(prompts, 0)
@@ -132,10 +141,10 @@ def test_the_reference_ops_agree_as_well(model):
 
 
 @pytest.mark.parametrize("family", sorted(WINDOWED))
-def test_bf16_stays_within_its_rounding(model, family):
+def test_bf16_stays_within_its_rounding(model, family, kernels):
     case = model(family, 8)
     ids = prompt(40)
-    driver = Driver(load(case.path, page_size=16, dtype="bf16"))
+    driver = Driver(load(case.path, page_size=16, dtype="bf16", kernels=kernels))
     driver.admit(0, ids)
     driver.prefill(0, ids, 0, 16, window=8)
     got, want = driver.logits_of(0), case.logits(ids)
@@ -144,7 +153,7 @@ def test_bf16_stays_within_its_rounding(model, family):
 
 @pytest.mark.parametrize("family", sorted(WINDOWED))
 @pytest.mark.parametrize("window", [1, 2, 8])
-def test_o29_a_needle_is_seen_by_its_window_and_by_nobody_else(model, family, window):
+def test_o29_a_needle_is_seen_by_its_window_and_by_nobody_else(model, family, window, kernels):
     """One layer: token j moves the logits of j ... j + W - 1, and not one bit of another's; so says
     transformers, and so do we."""
     kinds = {} if family == "mistral" else {"layer_types": ["sliding_attention"]}
@@ -153,7 +162,7 @@ def test_o29_a_needle_is_seen_by_its_window_and_by_nobody_else(model, family, wi
     other = [*ids]
     other[11] = (ids[11] + 1) % 320
     seen = {}
-    for name, logits in (("ours", _logits(case, window)), ("theirs", case.logits)):
+    for name, logits in (("ours", _logits(case, kernels)), ("theirs", case.logits)):
         moved = (logits(ids) != logits(other)).any(dim=-1)
         seen[name] = np.flatnonzero(moved.numpy()).tolist()
     assert seen["ours"] == seen["theirs"] == list(range(11, 11 + window))
@@ -170,9 +179,9 @@ class _Types(list):
         return hash(tuple(self))
 
 
-def _logits(case: Case, window: int) -> Any:
+def _logits(case: Case, kernels: str) -> Any:
     def run(ids: list[int]) -> torch.Tensor:
-        driver = Driver(load(case.path, page_size=4))
+        driver = Driver(load(case.path, page_size=4, kernels=kernels))
         driver.admit(0, ids)
         driver.prefill(0, ids, 0, len(ids))
         return driver.logits_of(0)
@@ -209,11 +218,12 @@ class Ends:
 
 
 def _restarted(
-    model: Any, family: str, window: int, page_size: int
+    model: Any, family: str, window: int, page_size: int, kernels: str
 ) -> tuple[Case, Driver, list[int], Ends]:
     """A driver whose row 0 has computed the first half of a prompt."""
     case = model(family, window)
-    driver = Driver(load(case.path, page_size=page_size, num_pages=192 + 2048 // page_size))
+    pages = 192 + 2048 // page_size
+    driver = Driver(load(case.path, page_size=page_size, num_pages=pages, kernels=kernels))
     config = driver.loaded.config
     layers = len(config.component_layers[WINDOW])
     # enough for the reach of all layers, and some pages before it
@@ -236,9 +246,11 @@ def _check_restart(case: Case, driver: Driver, ids: list[int], ends: Ends) -> No
 
 @pytest.mark.parametrize(("family", "window", "page_size"), CASES, ids=case_id)
 @pytest.mark.parametrize("pages_per_chunk", [2, None])
-def test_a_restart_lower_down_equals_cold(model, family, window, page_size, pages_per_chunk):
+def test_a_restart_lower_down_equals_cold(
+    model, family, window, page_size, pages_per_chunk, kernels
+):
     """At every legal position: full pages kept, no window page alive."""
-    case, driver, ids, ends = _restarted(model, family, window, page_size)
+    case, driver, ids, ends = _restarted(model, family, window, page_size, kernels)
     before = [driver.worker.read_page(int(ref)) for ref in driver.refs(0, FULL)]
     chunk = _chunk(pages_per_chunk, page_size, window)
     for start in ends.starts(8):
@@ -250,10 +262,10 @@ def test_a_restart_lower_down_equals_cold(model, family, window, page_size, page
 
 
 @pytest.mark.parametrize(("family", "window", "page_size"), CASES, ids=case_id)
-def test_a_restart_at_a_checkpoint_equals_cold(model, family, window, page_size):
+def test_a_restart_at_a_checkpoint_equals_cold(model, family, window, page_size, kernels):
     """The window pages before it are alive: every logit from there on is right, not only the last
     ones, and so are all its window pages."""
-    case, driver, ids, ends = _restarted(model, family, window, page_size)
+    case, driver, ids, ends = _restarted(model, family, window, page_size, kernels)
     want = case.logits(ids)
     lowest = ends.tail_pages
     for start in sorted({lowest, (lowest + ends.kept) // 2, ends.kept - 1, ends.kept}):
@@ -267,9 +279,9 @@ def test_a_restart_at_a_checkpoint_equals_cold(model, family, window, page_size)
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3", "gpt_oss"])
-def test_a_restart_without_the_reach_of_all_layers_is_wrong(model, family):
+def test_a_restart_without_the_reach_of_all_layers_is_wrong(model, family, kernels):
     """Why it must begin so far down: with only the window before the tail, logits differ."""
-    case, driver, ids, ends = _restarted(model, family, 16, 4)
+    case, driver, ids, ends = _restarted(model, family, 16, 4, kernels)
     short = (ends.kept * 4 - 15) // 4
     assert short > ends.latest
     driver.restart(1, ids, kept=ends.kept, start=short)
@@ -278,9 +290,9 @@ def test_a_restart_without_the_reach_of_all_layers_is_wrong(model, family):
         _check_restart(case, driver, ids, ends)
 
 
-def test_full_pages_that_are_kept_are_not_written(model):
+def test_full_pages_that_are_kept_are_not_written(model, kernels):
     """Writing them would do harm: a restart computes them from a window that was not there."""
-    _, driver, ids, ends = _restarted(model, "gpt_oss", 16, 4)
+    _, driver, ids, ends = _restarted(model, "gpt_oss", 16, 4, kernels)
     driver.restart(1, ids, kept=ends.kept, start=ends.latest)
     driver._restarts[1] = (0, ends.latest * 4)  # as if nobody had said write_from
     before = [driver.worker.read_page(int(ref)) for ref in driver.refs(0, FULL)]
