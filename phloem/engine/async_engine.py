@@ -28,6 +28,7 @@ from phloem.engine.channel import Channel
 from phloem.engine.checks import check_request
 from phloem.engine.commands import Command, CommandReply
 from phloem.engine.core import OnLoad
+from phloem.engine.engine_ids import engine_id
 from phloem.engine.facts import EngineFacts
 from phloem.engine.health import DEFAULT_HANG_S, judge_health
 from phloem.engine.mailbox import Mailbox
@@ -161,21 +162,20 @@ class AsyncEngine:
             )
         if len(self._by_engine_id) >= self._limit:
             raise Overloaded(f"{self._limit} requests are running or queued", code="queue_full")
-        # The engine's id is never used twice: late output of an aborted request finds nobody.
-        engine_id = f"{next(self._serial)}:{request.request_id}"
+        name = engine_id(next(self._serial), request.request_id)
         assembly = TextAssembly(
             self._tokenizer, request.sampling, skip_special_tokens=request.skip_special_tokens
         )
-        entry = _Open(request.request_id, engine_id, assembly)
+        entry = _Open(request.request_id, name, assembly)
         self._open[request.request_id] = entry
-        self._by_engine_id[engine_id] = entry
+        self._by_engine_id[name] = entry
         self._last_send_s = time.monotonic()
-        channel.send(msg.Add(self._engine_request(request, engine_id)))
+        channel.send(msg.Add(self._engine_request(request, name)))
         return entry
 
-    def _engine_request(self, request: TextRequest, engine_id: str) -> GenerateRequest:
+    def _engine_request(self, request: TextRequest, name: str) -> GenerateRequest:
         return GenerateRequest(
-            request_id=engine_id,
+            request_id=name,
             tokens=request.tokens,
             sampling=request.sampling,
             namespace=make_namespace(model=self.card.path, salt=request.cache_salt),

@@ -8,6 +8,7 @@ from typing import Any
 from phloem.cache import PrefixCache, check_invariants
 from phloem.cache.node import Node
 from phloem.core.tokens import tokens_from_bytes
+from phloem.engine.engine_ids import public_id
 from phloem.tiers import Decision, Decisions
 
 __all__ = ["list_cache", "list_decisions", "verify_cache"]
@@ -64,12 +65,13 @@ def _row(child: Node, total: _Sum) -> dict[str, Any]:
 
 def list_decisions(decisions: Decisions, limit: int, request_id: str | None) -> dict[str, Any]:
     """The newest decisions, and what was expected of the ways that were open."""
-    return {"decisions": [_decision(each) for each in decisions.newest(limit, request_id)]}
+    found = decisions.newest(limit, request_id, name_of=public_id)
+    return {"decisions": [_decision(each) for each in found]}
 
 
 def _decision(decision: Decision) -> dict[str, Any]:
     return {
-        "request_id": decision.request_id,
+        "request_id": public_id(decision.request_id),
         "prompt_tokens": decision.prompt_tokens,
         "pages": {
             "device": decision.device_pages,

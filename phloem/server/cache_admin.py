@@ -72,6 +72,8 @@ async def list_cache(http: Request) -> Response:
 async def list_decisions(http: Request) -> Response:
     """Why the newest requests' pages came from where they came (?request_id=ID, ?limit=N)."""
     request_id = http.query_params.get("request_id")
+    if request_id is not None:  # an answer's id is taken as well
+        request_id = request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
     limit = _limit(http.query_params.get("limit", "20"))
     command = ListDecisions(limit, request_id)
     return JSONResponse(await context_of(http).engine.operate(command))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 __all__ = ["Choice", "Decision", "Decisions", "StorageWay"]
@@ -74,16 +75,23 @@ class Decisions:
     def note(self, decision: Decision) -> None:
         self._kept.append(decision)
 
-    def newest(self, limit: int, request_id: str | None = None) -> list[Decision]:
+    def newest(
+        self,
+        limit: int,
+        request_id: str | None = None,
+        *,
+        name_of: Callable[[str], str] = str,
+    ) -> list[Decision]:
         """The newest first, `limit` at most; of one request, if it is named.
 
         An id also names the requests that the server has numbered below it ("id 1", "id 2").
+        `name_of` a request's id is what its caller knows it by.
         """
         out: list[Decision] = []
         for decision in reversed(self._kept):
             if len(out) >= limit:
                 break
-            if request_id is None or _is_of(decision.request_id, request_id):
+            if request_id is None or _is_of(name_of(decision.request_id), request_id):
                 out.append(decision)
         return out
 

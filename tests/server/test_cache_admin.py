@@ -45,10 +45,10 @@ async def test_decisions_of_all_or_of_one_request() -> None:
         every = await http.get("/cache/decisions")
         one = await http.get("/cache/decisions", params={"request_id": "chatcmpl-1", "limit": 3})
     assert every.status_code == 200
-    assert one.json()["decisions"] == [{"request_id": "chatcmpl-1"}]
+    assert one.json()["decisions"] == [{"request_id": "1"}]
     assert engine.commands == [
         commands.ListDecisions(20, None),
-        commands.ListDecisions(3, "chatcmpl-1"),
+        commands.ListDecisions(3, "1"),
     ]
 
 
