@@ -8,6 +8,7 @@ PhloemError
 |   |-- Unprocessable    422  a body that cannot be parsed
 |   `-- Overloaded       503  draining, or the queue is full: the same request may pass later
 |-- ConfigError               a setting or checkpoint that cannot be used; CLI: exit code 2
+|-- GroupError                a rank is gone, late, or does other things than the rest; `ranks`
 |-- NoRoom                    the cache cannot hold it now; the caller waits, evicts or retracts
 `-- EngineDead                the engine process ended; nothing more will be answered
 """
@@ -18,6 +19,7 @@ __all__ = [
     "BadRequest",
     "ConfigError",
     "EngineDead",
+    "GroupError",
     "NoRoom",
     "NotFound",
     "Overloaded",
@@ -78,6 +80,14 @@ class Overloaded(UserError):
 
 class ConfigError(PhloemError):
     """A setting, file or checkpoint that cannot be used. One line that says what to do."""
+
+
+class GroupError(PhloemError):
+    """A group of ranks that cannot go on. `ranks`: who is to blame, as far as it is known."""
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class NoRoom(PhloemError):

@@ -1,0 +1,173 @@
+"""A group over torch.distributed: gloo between hosts on CPU, NCCL between GPUs.
+
+Point-to-point messages only, so that sizes may differ. With gloo every message is tagged with the
+number and kind of its operation; NCCL has no tags, and a rank that diverges there shows at `verify`
+or at the deadline. When something goes wrong, ranks leave their latest digests in the store, where
+the others look before they say who is to blame.
+
+The CUDA path (`_launch_batch`, the reduction by NCCL) has not run on hardware yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
+
+from phloem.core.errors import GroupError
+from phloem.core.group import OpKind, Reduce
+from phloem.groups.base import DEFAULT_TIMEOUT_S, BaseGroup, Exchange, Flight, as_bytes
+
+__all__ = ["TorchGroup"]
+
+_REMEMBERED = 64
+_NCCL = {
+    Reduce.SUM: dist.ReduceOp(dist.ReduceOp.SUM),
+    Reduce.MIN: dist.ReduceOp(dist.ReduceOp.MIN),
+}
+
+
+class TorchGroup(BaseGroup):
+    """One rank's end over a process group, which it takes over, and a store of all its ranks."""
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        store: Store,
+        *,
+        axis: str = "cp",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        super().__init__(
+            rank=process_group.rank(), size=process_group.size(), axis=axis, timeout_s=timeout_s
+        )
+        self._group: dist.ProcessGroup | None = process_group
+        self._store = PrefixStore(f"phloem-{axis}", store)
+        self._begun: dict[int, int] = {}
+        self._works: dict[int, list[tuple[int, dist.Work]]] = {}
+
+    @classmethod
+    def gloo(
+        cls,
+        store: Store,
+        *,
+        rank: int,
+        size: int,
+        axis: str = "cp",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> TorchGroup:
+        """Meet the other ranks at the store. Blocks until all have come."""
+        named = PrefixStore(f"phloem-gloo-{axis}", store)
+        wait = datetime.timedelta(seconds=timeout_s)
+        try:
+            # Not a ProcessGroup by name, but by all that is called here.
+            gloo = cast(dist.ProcessGroup, ProcessGroupGloo(named, rank, size, wait))
+        except RuntimeError as error:  # also dist.DistError: somebody did not come
+            raise GroupError(f"the ranks of {axis} did not meet: {_line(error)}") from error
+        return cls(gloo, store, axis=axis, timeout_s=timeout_s)
+
+    def begin_all_reduce(self, tensor: Tensor, how: Reduce) -> Flight:
+        if not tensor.is_cuda:
+            return super().begin_all_reduce(tensor, how)  # in rank order: the same bits everywhere
+        options = dist.AllreduceOptions()
+        options.reduceOp = _NCCL[how]
+        exchange = self._note(OpKind.ALL_REDUCE, (how, tensor.nbytes), tensor)
+        work = self._open().allreduce([tensor], options)
+        self._works[exchange.serial] = [(self.rank, work)]
+        return Flight(self, exchange, lambda: None)
+
+    def _note(self, kind: OpKind, facts: tuple[int, ...], tensor: Tensor) -> Exchange:
+        """An operation that the library carries out; counted as if every rank sent to every."""
+        row = tuple(None if r == self.rank else tensor for r in range(self.size))
+        exchange = self.make_exchange(kind, facts, row, row, same=True)
+        self._begun[exchange.serial] = exchange.digest
+        return exchange
+
+    def _launch(self, exchange: Exchange) -> None:
+        self._begun[exchange.serial] = exchange.digest
+        self._begun.pop(exchange.serial - _REMEMBERED, None)
+        tensors = [t for t in (*exchange.sends, *exchange.recvs) if t is not None and t.nbytes]
+        if any(t.is_cuda for t in tensors):
+            self._works[exchange.serial] = self._launch_batch(exchange)
+        else:
+            self._works[exchange.serial] = self._launch_tagged(exchange)
+
+    def _launch_tagged(self, exchange: Exchange) -> list[tuple[int, dist.Work]]:
+        tag = (exchange.serial * len(OpKind) + exchange.kind) & 0x3FFFFFFF
+        carries_nothing = exchange.kind is OpKind.BARRIER
+        works = []
+        group = self._open()
+        for peer in range(self.size):
+            # Both ends know the size, so a message of no bytes need not be sent; a barrier's is
+            # the message.
+            for tensor, move in (
+                (exchange.recvs[peer], group.recv),
+                (exchange.sends[peer], group.send),
+            ):
+                if tensor is None or not (tensor.nbytes or carries_nothing):
+                    continue
+                payload = torch.zeros(1, dtype=torch.uint8) if carries_nothing else tensor
+                try:
+                    works.append((peer, move([as_bytes(payload)], peer, tag)))
+                except RuntimeError as error:
+                    raise self._blame(exchange, peer, error) from error
+        return works
+
+    def _launch_batch(self, exchange: Exchange) -> list[tuple[int, dist.Work]]:
+        batch = []
+        for row, move in ((exchange.sends, dist.isend), (exchange.recvs, dist.irecv)):
+            for peer, tensor in enumerate(row):
+                if tensor is not None and tensor.nbytes:
+                    payload = as_bytes(tensor)
+                    batch.append(dist.P2POp(move, payload, group=self._open(), group_peer=peer))
+        return [(self.rank, work) for work in dist.batch_isend_irecv(batch)]
+
+    def _complete(self, exchange: Exchange, deadline_s: float) -> None:
+        for peer, work in self._works.pop(exchange.serial):
+            left_s = max(1e-3, deadline_s - time.monotonic())  # 0 would mean: for ever
+            try:
+                work.wait(datetime.timedelta(seconds=left_s))
+            except RuntimeError as error:
+                raise self._blame(exchange, peer, error) from error
+
+    def _blame(self, exchange: Exchange, peer: int, error: RuntimeError) -> GroupError:
+        """Leave word, see what the others have left, and say who it was."""
+        with contextlib.suppress(RuntimeError):  # the store is gone when its rank is
+            for serial, digest in self._begun.items():
+                self._store.set(f"{self.rank}/{serial}", str(digest))
+        late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        missing = (peer,) if peer != self.rank else self._others
+        return self.late(exchange, missing, gone=not late)
+
+    def _digest_of(self, rank: int, serial: int) -> int | None:
+        if rank == self.rank:
+            return self._begun.get(serial)
+        key = f"{rank}/{serial}"
+        try:
+            self._store.wait([key], datetime.timedelta(seconds=min(1.0, self.timeout_s)))
+            return int(self._store.get(key))
+        except RuntimeError:
+            return None
+
+    def _open(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise GroupError("this group is closed", ranks=(self.rank,))
+        return self._group
+
+    def close(self) -> None:
+        # Connections close with the last reference, and that is how peers learn of it.
+        self._works.clear()
+        if self._group is not None:
+            self._group.shutdown()
+            self._group = None
+
+
+def _line(error: RuntimeError) -> str:
+    return str(error).strip().splitlines()[0]
