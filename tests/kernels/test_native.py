@@ -9,7 +9,7 @@ import torch
 from phloem.core.errors import ConfigError
 from phloem.kernels import ReferenceOps, native_abi
 from phloem.kernels.native import CpuIsa, NativeKernels
-from phloem.kernels.native_abi import WeightFormat
+from phloem.kernels.native_abi import Gate, WeightFormat
 from phloem.kernels.native_pack import pack, pack_blocks, pack_gate_up
 from phloem.kernels.quantised import BlockMatrix
 from tests.kernels.native_build import native_library
@@ -61,6 +61,20 @@ def test_gate_up_with_silu(kernels, dtype, rows):
     both = (x.float() @ torch.cat((gate, up)).float().T).float()
     want = SLOW.silu_mul(both).to(dtype)
     assert close(kernels.linear(x, pack_gate_up(gate, up)), want, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 4, 270])
+def test_gate_up_with_gelu(kernels, dtype, rows):
+    """Gates from -40 to 40 among them: no NaN out of exponents that overflow."""
+    gate, up = torch.randn(2, 48, 64).to(dtype)
+    x = torch.randn(rows, 64).to(dtype)
+    x[0] *= 4
+    both = (x.float() @ torch.cat((gate, up)).float().T).float()
+    want = SLOW.gelu_tanh_mul(both).to(dtype)
+    got = kernels.linear(x, pack_gate_up(gate, up), gate=Gate.GELU_TANH)
+    assert got.isfinite().all()
+    assert close(got / 64, want / 64, dtype)
 
 
 @pytest.mark.parametrize("weights", [WeightFormat.F32, WeightFormat.BF16, WeightFormat.INT8])
