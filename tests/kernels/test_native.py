@@ -10,7 +10,7 @@ import torch
 from phloem.core.errors import ConfigError
 from phloem.kernels import ReferenceOps, native_abi
 from phloem.kernels.native import CpuIsa, NativeKernels
-from phloem.kernels.native_abi import WeightFormat
+from phloem.kernels.native_abi import Gate, WeightFormat
 from phloem.kernels.native_pack import pack, pack_blocks, pack_gate_up
 from phloem.kernels.quantised import BlockMatrix
 from tests.kernels.native_build import native_library
@@ -154,6 +154,20 @@ def test_rms_norm(kernels, dtype, shape):
 def test_silu_mul(kernels, dtype, width):
     gate_up = torch.randn(7, 2 * width).to(dtype) * 4
     assert close(kernels.silu_mul(gate_up), SLOW.silu_mul(gate_up), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 4, 270])
+def test_gate_up_with_gelu(kernels, dtype, rows):
+    """Gates from -40 to 40 among them: no NaN out of exponents that overflow."""
+    gate, up = torch.randn(2, 48, 64).to(dtype)
+    x = torch.randn(rows, 64).to(dtype)
+    x[0] *= 4
+    both = (x.float() @ torch.cat((gate, up)).float().T).float()
+    want = SLOW.gelu_tanh_mul(both).to(dtype)
+    got = kernels.linear(x, pack_gate_up(gate, up), gate=Gate.GELU_TANH)
+    assert got.isfinite().all()
+    assert close(got / 64, want / 64, dtype)
 
 
 def test_silu_of_extreme_values(kernels):

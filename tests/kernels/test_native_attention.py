@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from phloem.kernels import KVBuffer, ReferenceOps
+from phloem.kernels import KVBuffer, ReferenceOps, Scoring
 from phloem.kernels.native import NativeBatch, kv_layer
 from phloem.kernels.reference import paged_attention
 
@@ -121,6 +121,24 @@ def test_sinks_take_part_in_the_sum_only(kernels, count):
     want, sunk = plain * torch.exp(lse - total)[..., None], torch.empty(count, 4)
     assert (kernels.attention(q, kv, batch, sinks=sinks, lse=sunk) - want).abs().max() < 1e-5
     assert (sunk - total).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("softcap", [0.01, 1.0, 50.0])
+@pytest.mark.parametrize("scale", [1e-3, 0.3, 40.0])
+def test_scores_are_scaled_and_bent(kernels, count, softcap, scale):
+    """From scores far below the cap, where its tanh is a line, to such as it flattens."""
+    shape, scoring = (4, 2, 2, 16), Scoring(scale, softcap)
+    pages = Pages([70], shape=shape, page_size=4, dtype=torch.float32)
+    pages.fill(0, 0, 70)
+    q, lse = torch.randn(count, 4, 16), torch.empty(count, 4)
+    kv = kv_layer(pages.buffer, LAYER)
+    got = kernels.attention(q, kv, pages.batch([70], [count]), lse=lse, scoring=scoring)
+    want, want_lse = paged_attention(
+        q, pages.buffer, LAYER, pages.slots[0], 70 - count, scoring=scoring
+    )
+    assert (got - want).abs().max() < 2e-5
+    assert (lse - want_lse).abs().max() < 1e-5 * (1 + softcap)
 
 
 def test_a_chunk_equals_the_same_tokens_in_smaller_chunks(kernels):
