@@ -2,20 +2,24 @@
 
 One row of one token, a layer of Gemma 3's kind (8 heads on 4, of 256, window 1,024, pages of 16),
 bf16, as `worker` hands it to attention: the row's window pages, whatever lies before them left out.
-Timed is one layer, its share of the step's plan included; both contexts by turns. As a control, a
-layer without a window at 16K tokens, over the same.
+Timed is one layer, its share of the step's plan included, by the kernels of `--kernels auto`; both
+contexts by turns, each first in every other pair. As a control, afterwards (it empties the caches):
+a layer without a window at 16K tokens, over the same.
 """
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import torch
 
-from phloem.attention import GatherAttention, RaggedBatch, RowSpan
+from phloem.attention import AttentionBackend, GatherAttention, RaggedBatch, RowSpan
+from phloem.attention.native import NativeAttention
 from phloem.bench.report import Result, paired_ratio
-from phloem.kernels import make_ops
+from phloem.kernels import KVBuffer, cpu_kernels, make_ops
+from phloem.kernels.native import NativeKernels
 from phloem.kv.layout import PageLayout, default_head_groups
 from phloem.kv.sizing import pages_for_tokens
 from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
@@ -31,7 +35,7 @@ CALLS = 4  # in one sample
 class _Layer:
     """One layer over pages of its own."""
 
-    def __init__(self, context: int, window: int | None) -> None:
+    def __init__(self, context: int, window: int | None, native: NativeKernels | None) -> None:
         spec = KVSpec(
             kind=AttentionKind.GQA,
             dtype=KVDtype.BF16,
@@ -51,7 +55,7 @@ class _Layer:
         slots = np.random.default_rng(0).permutation(num_pages).astype(np.int64)
         span = RowSpan(0, position, 1, slots, base=base)
         self._batch = RaggedBatch((span,), PAGE_SIZE)
-        self._attention = GatherAttention(pool.buffer, make_ops("torch"), window=window)
+        self._attention = _attention(pool.buffer, window, native)
         self._q = torch.randn(1, HEADS, HEAD_DIM, dtype=torch.bfloat16)
         self._k, self._v = torch.randn(2, 1, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
 
@@ -63,20 +67,34 @@ class _Layer:
         return time.perf_counter() - started
 
 
+def _attention(
+    buffer: KVBuffer, window: int | None, native: NativeKernels | None
+) -> AttentionBackend[Any]:
+    if native is None:
+        return GatherAttention(buffer, make_ops("torch"), window=window)
+    return NativeAttention(buffer, native, window=window)
+
+
 @torch.inference_mode()
 def measure_decode(rounds: int) -> list[Result]:
     """`decode_16k_over_window` and its control."""
-    long, short = _Layer(CONTEXT, WINDOW), _Layer(WINDOW, WINDOW)
-    whole = _Layer(CONTEXT, None)
+    native = NativeKernels() if cpu_kernels() == "native" else None
+    long, short = _Layer(CONTEXT, WINDOW, native), _Layer(WINDOW, WINDOW, native)
+    whole = _Layer(CONTEXT, None, native)
     for layer in (long, short, whole):
         layer.seconds()
-    pairs, control = [], []
-    for _ in range(rounds):
-        at_window = short.seconds()
-        pairs.append((long.seconds(), at_window))
-        control.append((whole.seconds(), at_window))
+    pairs = [_pair(long, short, turn) for turn in range(rounds)]
+    control = [_pair(whole, short, turn) for turn in range(rounds)]
     sides = ("16k_s", "window_s")
     return [
         paired_ratio("decode_16k_over_window", pairs, sides=sides),
         paired_ratio("decode_16k_without_window_over_window", control, sides=sides),
     ]
+
+
+def _pair(layer: _Layer, other: _Layer, turn: int) -> tuple[float, float]:
+    """Seconds of both; whoever comes second may profit or suffer, so they take turns."""
+    if turn % 2:
+        after = other.seconds()
+        return layer.seconds(), after
+    return layer.seconds(), other.seconds()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from phloem.core.errors import ConfigError
 from phloem.kernels.buffer import KVBuffer
 from phloem.kernels.merge import add_sinks, merge_partials
+from phloem.kernels.native_abi import native_available
 from phloem.kernels.reference import ReferenceOps
 from phloem.kernels.table import Ops, Scoring
 from phloem.kernels.torch_ops import TorchOps, cpu_multiplies_bf16
@@ -16,10 +17,18 @@ __all__ = [
     "Scoring",
     "TorchOps",
     "add_sinks",
-    "cpu_multiplies_bf16",
+    "cpu_kernels",
     "make_ops",
     "merge_partials",
 ]
+
+
+def cpu_kernels() -> str:
+    """What `--kernels auto` takes on this CPU for models that both can compute.
+
+    With bf16 matrix instructions PyTorch's products are still the faster ones.
+    """
+    return "torch" if cpu_multiplies_bf16() or not native_available() else "native"
 
 
 def make_ops(name: str) -> Ops:

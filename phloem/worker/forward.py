@@ -11,8 +11,8 @@ import torch
 from phloem.attention import GatherAttention, LayeredAttention, ReferenceAttention
 from phloem.config.model import ModelConfig
 from phloem.core.errors import ConfigError
-from phloem.kernels import Scoring, cpu_multiplies_bf16, make_ops
-from phloem.kernels.native_abi import library, native_available
+from phloem.kernels import Scoring, cpu_kernels, make_ops
+from phloem.kernels.native_abi import library
 from phloem.models import Decoder, Forward, OnBytes, Quantisation, load_weights
 from phloem.models.native_fit import native_fits
 from phloem.pools import DevicePool
@@ -71,8 +71,7 @@ def choose_kernels(
                 f"--kernels {name}"
             )
         return name
-    wanted = lacking is None and device.type == "cpu" and not cpu_multiplies_bf16()
-    return "native" if wanted and native_available() else "torch"
+    return cpu_kernels() if lacking is None and device.type == "cpu" else "torch"
 
 
 def _need_native(asked: str, device: torch.device, lacking: str | None, instead: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from phloem import kernels
 from phloem.config.checkpoint import read_model_config
 from phloem.models.native_fit import native_fits
 from phloem.worker import forward
@@ -30,7 +31,7 @@ def test_auto_takes_native_kernels_where_products_of_bf16_are_slow(path, monkeyp
     """Every family of windows fits; an MLP whose width is no multiple of a panel does not."""
     config, cpu = read_model_config(path), torch.device("cpu")
     for fast, chosen in ((False, "native"), (True, "torch")):
-        monkeypatch.setattr(forward, "cpu_multiplies_bf16", lambda fast=fast: fast)
+        monkeypatch.setattr(kernels, "cpu_multiplies_bf16", lambda fast=fast: fast)
         assert forward.choose_kernels("auto", cpu, config) == chosen
     odd = replace(config, intermediate_size=100)
     assert "this model's is 100" in (native_fits(odd) or "")
