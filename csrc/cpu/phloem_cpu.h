@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define PHLOEM_ABI_VERSION 2
+#define PHLOEM_ABI_VERSION 3
 
 enum { PHLOEM_OK = 0, PHLOEM_E_ARG = -1, PHLOEM_E_MEMORY = -2, PHLOEM_E_ISA = -3 };
 enum { PHLOEM_F32 = 0, PHLOEM_BF16 = 1 };

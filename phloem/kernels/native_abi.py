@@ -36,7 +36,7 @@ __all__ = [
     "usable_cpus",
 ]
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 PANEL = 16  # output columns that are packed together
 ISA_ENV = "PHLOEM_CPU_ISA"
 LIBRARY_ENV = "PHLOEM_CPU_LIBRARY"
