@@ -25,7 +25,7 @@ from phloem.tiers.writes import path_tokens
 __all__ = ["WindowWrites"]
 
 PAGES_PER_TRANSFER = 64
-MAX_IN_FLIGHT = 4  # then no further path is begun
+MAX_IN_FLIGHT = 4  # one of a path at a time: it fails, and is tried again, as one
 MAX_TRIES = 8
 MAX_REMEMBERED = 1 << 18  # pages; what is forgotten is written again
 
@@ -120,12 +120,13 @@ class WindowWrites:
             for page in path.on_host.nonzero()[0].tolist()
             if links[page] not in self._stored and links[page] not in self._busy
         ]
-        for start in range(0, len(missing), PAGES_PER_TRANSFER):
-            pages = missing[start : start + PAGES_PER_TRANSFER]
-            self._submit(last, [slots[page] for page in pages], [links[page] for page in pages])
+        if missing:
+            now = missing[:PAGES_PER_TRANSFER]
+            held = array("q", [slots[page] for page in now]).tobytes()
+            names = tuple(links[page] for page in now)
+            self._submit(last, held, names, len(missing) - len(now))
 
-    def _submit(self, last: int, slots: list[int], links: list[bytes]) -> None:
-        held, names = array("q", slots).tobytes(), tuple(links)
+    def _submit(self, last: int, held: bytes, names: tuple[bytes, ...], num_left: int) -> None:
         self._host.hold(held)
         self._busy.update(names)
         self._num_in_flight += 1
@@ -134,7 +135,7 @@ class WindowWrites:
             self._host.release(held)
             self._busy.difference_update(names)
             self._num_in_flight -= 1
-            self._ended(last, names, result)
+            self._ended(last, names, result, num_left)
 
         self._flights.submit(
             TransferKind.BACKUP_STORAGE,
@@ -145,15 +146,19 @@ class WindowWrites:
             deadline_s=self._deadline_s(),
         )
 
-    def _ended(self, last: int, names: tuple[bytes, ...], result: TransferResult) -> None:
+    def _ended(
+        self, last: int, names: tuple[bytes, ...], result: TransferResult, num_left: int
+    ) -> None:
         self.are_stored(link for link, done in zip(names, result.done, strict=True) if done)
         failed = len(names) - int(result.done.sum())
         if not failed:
             self._tries.pop(last, None)
+            if num_left:
+                self.wants(last)
             return
         self._tries[last] += 1
         if self._tries[last] >= MAX_TRIES:
             del self._tries[last]
-            self.dropped["window_storage_failed"] += failed
+            self.dropped["window_storage_failed"] += failed + num_left
         else:
             self.wants(last)

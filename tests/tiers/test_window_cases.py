@@ -335,6 +335,46 @@ def test_copies_that_fail_or_find_no_room_are_counted():
     rig.check_idle()
 
 
+def test_a_store_that_takes_nothing_is_given_up_by_paths_of_several_transfers(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Of 130 window pages one transfer's worth is tried eight times, then all are counted: else the
+    engine would write for ever."""
+    rng = random.Random(19)
+    rig = make_rig(
+        tokens=130 * PAGE, num_pages=400, device=400, host=600, host_pages=800, storage=SimStorage()
+    )
+    copy = rig.transfers._copy
+
+    def dead(transfer, index: int) -> bool:
+        if transfer.kind is TransferKind.BACKUP_STORAGE and transfer.component:
+            return False
+        return copy(transfer, index)
+
+    monkeypatch.setattr(rig.transfers, "_copy", dead)
+    rig.add("long", prompt_of(rng, 140 * PAGE + 1), max_tokens=1)
+    for _ in range(1000):
+        if not rig.step():
+            break
+    assert not rig.tiers.busy
+    kinds = [(t.kind, t.component) for t in rig.transfers.log]
+    assert kinds.count((TransferKind.BACKUP_STORAGE, 1)) == 8
+    assert dict(rig.loop.stats().tiers.dropped_pages_total)["window_storage_failed"] == 130
+    rig.check_idle()
+
+
+def test_a_tail_of_several_transfers_is_stored_whole_and_comes_back():
+    rng = random.Random(20)
+    storage = SimStorage()
+    prompt = prompt_of(rng, 140 * PAGE + 1)
+    shape = {"num_pages": 400, "device": 400, "host": 600, "host_pages": 800}
+    for life in range(2):
+        rig = make_rig(tokens=130 * PAGE, storage=storage, **shape)
+        assert ask(rig, "r", prompt).storage == 140 * PAGE * life
+        assert len(links_of(storage, window=True)) == 130
+        rig.check_idle()
+
+
 def test_remembered_links_are_those_that_would_be_made():
     """Beginnings, other prompts and other tenants, over and over, against links made anew."""
     rng = random.Random(18)
