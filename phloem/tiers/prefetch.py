@@ -20,6 +20,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from phloem.core.transfer import TransferKind, TransferResult
 from phloem.tiers.config import TierConfig
 from phloem.tiers.cost import CostModel, Forced
 from phloem.tiers.decisions import StorageWay
-from phloem.tiers.flights import Flights
+from phloem.tiers.flights import Flights, OnEnd
 from phloem.tiers.keys import Links
 from phloem.tiers.window_prefetch import TailRead, TailReads
 
@@ -110,7 +111,7 @@ class Prefetches:
         self._attached = attached
         self._by_request: dict[str, _Prefetch] = {}
         self._pages_in_flight = 0
-        self._links_in_flight: set[bytes] = set()
+        self._links_in_flight: tuple[set[bytes], set[bytes]] = (set(), set())  # by component
         self._followers: list[_Prefetch] = []  # wait for a page that another one reads
         self._abandoned = False
         self.num_late_pages = 0  # arrived after their request had gone on without them
@@ -264,12 +265,11 @@ class Prefetches:
         prefetch.num_arrived = max(prefetch.num_arrived, self._num_there(prefetch))
         left = prefetch.num_found - prefetch.num_arrived
         start = prefetch.first_page + prefetch.num_arrived
-        if left > 0 and not prefetch.stopped and prefetch.links[start] in self._links_in_flight:
+        if left > 0 and not prefetch.stopped and prefetch.links[start] in self._links_in_flight[0]:
             self._followers.append(prefetch)
             return
         host = self._leader.host
-        room = host.capacity // HOST_SHARE - self._pages_in_flight
-        count = min(left, RUN_PAGES, room)
+        count = min(left, RUN_PAGES, host.capacity // HOST_SHARE - self._pages_in_flight)
         wants_tail = left <= 0 and prefetch.tail is not None and prefetch.gain > 0
         if left <= 0 and not wants_tail:
             prefetch.ends(ALL_READ)
@@ -287,17 +287,34 @@ class Prefetches:
             return
         links = tuple(prefetch.links[start : start + count])
         self._pages_in_flight += count
-        self._links_in_flight.update(links)
+        self._read(prefetch, 0, slots, links, partial(self._arrived, prefetch, start, slots))
 
-        def on_end(result: TransferResult) -> None:
-            self._links_in_flight.difference_update(links)
-            self._arrived(prefetch, start, slots, result)
+    def _read(
+        self,
+        prefetch: _Prefetch,
+        component: int,
+        slots: bytes,
+        links: tuple[bytes, ...],
+        on_end: OnEnd,
+    ) -> None:
+        """Start a read; when it has ended, and `on_end` has heard, those that waited go on."""
+        in_flight = self._links_in_flight[component]
+        in_flight.update(links)
+
+        def ended(result: TransferResult) -> None:
+            in_flight.difference_update(links)
+            on_end(result)
             followers, self._followers = self._followers, []
             for follower in followers:
                 self._read_on(follower)
 
         sent = self._flights.submit(
-            TransferKind.PREFETCH, on_end, host=slots, links=links, deadline_s=self._deadline_s()
+            TransferKind.PREFETCH,
+            ended,
+            component=component,
+            host=slots,
+            links=links,
+            deadline_s=self._deadline_s(),
         )
         prefetch.transfer_ids = (sent,)
 
@@ -313,6 +330,10 @@ class Prefetches:
         assert tails is not None, "the model has no windows"
         assert tail is not None, "the model has no windows"
         pages = tails.missing(tail)
+        links = tuple(prefetch.links[page] for page in pages)
+        if not self._links_in_flight[1].isdisjoint(links):
+            self._followers.append(prefetch)
+            return
         slots = tails.allocate(len(pages)) if pages else None
         if slots is None:
             self.num_no_room += bool(pages)
@@ -326,16 +347,7 @@ class Prefetches:
             if prefetch.stopped:
                 self.num_late_pages += taken
 
-        prefetch.transfer_ids = (
-            self._flights.submit(
-                TransferKind.PREFETCH,
-                on_end,
-                component=1,
-                host=slots,
-                links=tuple(prefetch.links[page] for page in pages),
-                deadline_s=self._deadline_s(),
-            ),
-        )
+        self._read(prefetch, 1, slots, links, on_end)
 
     def _pays(self, prefetch: _Prefetch) -> bool:
         """Reading is expected to be sooner than computing, when anything is known of reading."""
