@@ -2,7 +2,8 @@
 
 A page's window state is one more object of the same link (see `kv.keys`), so a prefix is found
 whole: it can be restored from storage if its full pages are there and the window state of its last
-T pages. What has been stored is remembered by link; a storage that has lost it says so when asked.
+T pages. What has been stored is remembered by link; what storage has lost of it, by what it tells
+and by what it answers when it is asked, is written again when its path is used again.
 A path that waits is named by the last copy on it, since nodes may be cut and joined meanwhile.
 """
 
@@ -96,6 +97,11 @@ class WindowWrites:
             if link in self._stored:
                 del self._stored[link]
                 self.has_losses = True
+
+    def all_may_be_lost(self) -> None:
+        """Storage has lost more than it could name."""
+        self._stored.clear()
+        self.has_losses = True
 
     def pump(self) -> None:
         """Start what can be started now."""

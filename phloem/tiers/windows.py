@@ -104,10 +104,11 @@ class WindowTiers:
 
     def lost(self, gone: Gone) -> None:
         """Storage has lost objects, of one component or the other."""
+        if self._writes is None:
+            return
         if gone.overflowed:
-            self.storage_changed(attached=self._to_storage)
-        elif self._writes is not None:
-            self._writes.are_lost(key[:LINK_BYTES] for key in gone.keys)
+            self._writes.all_may_be_lost()
+        self._writes.are_lost(key[:LINK_BYTES] for key in gone.keys)
 
     def pump(self) -> None:
         """Start what can be started now."""

@@ -220,6 +220,8 @@ def test_a_tail_that_storage_has_lost_is_written_again_when_it_is_used(overflowe
         storage.overflow()
     else:
         storage.lose(lost)
+    ask(rig, "other", prompt_of(rng, 3))
+    assert links_of(storage, window=True) == []  # not before it is used
     ask(rig, "again", prompt)
     assert links_of(storage, window=True) == lost
     rig.check_idle()
