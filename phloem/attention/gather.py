@@ -48,10 +48,13 @@ class GatherAttention:
         meta: GatherPlan,
         *,
         sinks: Tensor | None = None,
+        on_written=None,
     ) -> Tensor:
         if meta.written is not None:
             k, v = k.index_select(0, meta.written), v.index_select(0, meta.written)
         self._ops.write_kv(self._buffer, layer, k, v, meta.write_index)
+        if on_written is not None:
+            on_written()
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for chunk in meta.chunks:
             span = slice(chunk.first, chunk.first + chunk.count)

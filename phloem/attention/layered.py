@@ -43,7 +43,9 @@ class LayeredAttention:
         meta: Sequence[Any],
         *,
         sinks: Tensor | None = None,
+        on_written=None,
     ) -> Tensor:
         """As `AttentionBackend.run`; `layer` counts within the model."""
         component, index = self._places[layer]
-        return self._backends[component].run(index, q, k, v, meta[component], sinks=sinks)
+        more = {} if on_written is None else {"on_written": lambda: on_written(layer)}
+        return self._backends[component].run(index, q, k, v, meta[component], sinks=sinks, **more)

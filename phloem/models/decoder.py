@@ -55,6 +55,7 @@ class Decoder:
         attention: LayeredAttention,
         meta: Any,
         on_layer: Callable[[], None],
+        on_written: Callable[[int], None] | None = None,
     ) -> Tensor:
         """Hidden states after the last layer, before the final norm: (N, hidden).
 
@@ -68,7 +69,7 @@ class Decoder:
         layers = zip(self.config.layers, self.weights.layers, strict=True)
         for number, (spec, layer) in enumerate(layers):
             q, k, v = self._qkv(x, layer, *(angles if spec.window is None else window_angles))
-            mixed = attention.run(number, q, k, v, meta, sinks=layer.sinks)
+            mixed = attention.run(number, q, k, v, meta, sinks=layer.sinks, on_written=on_written)
             mixed = self._ops.linear(mixed, layer.out.weight, layer.out.bias)
             x.add_(self._normed(mixed, layer.post_attn_norm))
             self._mlp(x, layer)

@@ -30,6 +30,7 @@ class Forward(Protocol):
         attention: Any,
         meta: Any,
         on_layer: Callable[[], None],
+        on_written: Callable[[int], None] | None = None,
     ) -> Tensor:
         """Hidden states after the last layer, before the final norm: (N, hidden)."""
         ...

@@ -77,6 +77,7 @@ class NativeDecoder:
         attention: object,  # noqa: ARG002 - a layer attends by itself
         meta: Sequence[NativeBatch],
         on_layer: Callable[[], None],
+        on_written: Callable[[int], None] | None = None,
     ) -> Tensor:
         """Hidden states after the last layer, before the final norm: (N, hidden)."""
         hidden = self._kernels.embedding(tokens, self._weights.embedding, self.dtype)

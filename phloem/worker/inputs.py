@@ -17,6 +17,12 @@ __all__ = ["StepInputs", "build_inputs"]
 
 
 @dataclass(frozen=True, slots=True)
+class RankShare:
+    rank: int
+    pages_per_rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """`tokens` and `positions` are (N,); `batches` are the components' views of the same spans;
     `sampled` are the rows that want a token, and `last_index` (S,) their last positions in the flat
@@ -27,6 +33,7 @@ class StepInputs:
     batches: tuple[RaggedBatch, ...]
     sampled: tuple[RowPlan, ...]
     last_index: Tensor
+    rows: tuple[RowPlan, ...] = ()
 
 
 def build_inputs(
@@ -36,33 +43,52 @@ def build_inputs(
     page_size: int,
     window: int | None = None,
     device: torch.device,
+    share: RankShare | None = None,
 ) -> StepInputs:
-    """Flatten the plan's rows, in their order. The plan has at least one row.
-
-    `window`: of the layers of component 1; None if there are none.
-    """
-    ids, sampled, last, firsts = [], [], [], []
+    ids, sampled, last, rows = [], [], [], []
     first = 0
     for row in plan.rows:
-        ids.append(tables.tokens(row))
-        firsts.append(first)
-        first += row.count
-        if row.sample:
-            sampled.append(row)
-            last.append(first - 1)
-    rows = list(zip(plan.rows, firsts, strict=True))
+        tokens = tables.tokens(row)
+        for low, high in _runs(row, tables, page_size, share):
+            ids.append(tokens[low - row.start : high - row.start])
+            from dataclasses import replace
+
+            rows.append((replace(row, start=low, count=high - low), first))
+            first += high - low
+            if row.sample and high == row.start + row.count:
+                sampled.append(row)
+                last.append(first - 1)
     full = RaggedBatch(tuple(_full(row, at, tables, page_size) for row, at in rows), page_size)
     batches: tuple[RaggedBatch, ...] = (full,)
     if window is not None:
         spans = tuple(_window(row, at, tables, page_size, window) for row, at in rows)
         batches = (full, RaggedBatch(spans, page_size))
+    empty = np.empty(0, dtype=np.int64)
     return StepInputs(
-        tokens=torch.from_numpy(np.concatenate(ids)).to(device),
-        positions=torch.from_numpy(full.positions()).to(device),
+        tokens=torch.from_numpy(np.concatenate([empty, *ids])).to(device),
+        positions=torch.from_numpy(full.positions() if rows else empty).to(device),
         batches=batches,
         sampled=tuple(sampled),
+        rows=tuple(row for row, _ in rows),
         last_index=torch.tensor(last, dtype=torch.int64, device=device),
     )
+
+
+def _runs(row, tables, page_size, share):
+    end = row.start + row.count
+    if share is None:
+        return [(row.start, end)]
+    slots = tables.slots(row.row, pages_for_tokens(end, page_size))
+    out = []
+    for page in range(row.start // page_size, pages_for_tokens(end, page_size)):
+        if slots[page] // share.pages_per_rank != share.rank:
+            continue
+        low, high = max(row.start, page * page_size), min(end, (page + 1) * page_size)
+        if out and out[-1][1] == low:
+            out[-1] = (out[-1][0], high)
+        else:
+            out.append((low, high))
+    return out
 
 
 def _full(row: RowPlan, first: int, tables: RowTables, page_size: int) -> RowSpan:
