@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from phloem.config import Config
+from phloem.core.errors import ConfigError
 from phloem.engine.build_pools import Pools
 from phloem.engine.core import BuildHooks
 from phloem.engine.loop_core import LoopCore
@@ -56,6 +57,11 @@ def starting_ranks(config: Config, pools: Pools) -> Iterator[RankBuild]:
 
     Raises ConfigError or EngineDead if a rank cannot.
     """
+    if config.parallel.placement == "replicate":
+        raise ConfigError(
+            "--placement replicate is simulated only: ranks that serve divide the pages; use "
+            "striped or contiguous"
+        )
     ranks = Ranks(pools.num_ranks, len(pools.specs))
     try:
         device = ranks.start(config, pools.device)

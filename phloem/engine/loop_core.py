@@ -113,6 +113,7 @@ def make_loop_core(
         page_size=facts.card.page_size,
         num_pages=(num_pages // num_ranks,) * num_ranks,
         host=HostTier(pages=num_host_pages, exclusive=is_exclusive(num_pages, num_host_pages)),
+        placement=config.parallel.placement,
         eviction=config.cache.eviction_policy,
         enabled=config.cache.prefix_cache,
         window=window_config(facts.window, num_ranks=num_ranks, page_size=facts.card.page_size),

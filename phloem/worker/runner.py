@@ -104,7 +104,10 @@ class Runner:
         self._cancelled.difference_update(self._tables.serials(plan.released))
         self._tables.apply(plan)
         on_layer = functools.partial(self._between_layers, plan)
-        layers = LayerWaits(self._gate, plan.loads, on_layer)
+        # Where several ranks run, the one that moves pages waits for all of them: nobody reads a
+        # layer before it has posted it.
+        waits_elsewhere = self._gate is None and self._peers is not None
+        layers = LayerWaits(self._gate, () if waits_elsewhere else plan.loads, on_layer)
         try:
             results = self._forward(plan, layers) if plan.rows else []
         except _NobodyWaits:
@@ -182,7 +185,7 @@ class Runner:
 
     def _stand_by(self, peers: Peers, plan: StepPlan, layers: LayerWaits) -> None:
         """A step in which this rank computes nothing: others may wait for what it loads."""
-        if not plan.loads:
+        if self._gate is None or not plan.loads:
             return
         layers.wait()
         for layer in range(self._model.config.num_layers):
