@@ -61,9 +61,7 @@ class Follower:
             while (plan := self._plans.get()) is not None and self._failure is None:
                 self._worker.submit(plan)
                 self._send(packed(Done(self._worker.collect())))
-        except (
-            Exception
-        ) as error:  # the rank's entry point: whatever it was, the leader hears of it
+        except Exception as error:  # the rank's entry point: the leader hears of it
             self._fail(error)
         finally:
             self._worker.close()

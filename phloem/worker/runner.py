@@ -219,11 +219,15 @@ class Runner:
 
     def _capture(self, inputs: StepInputs, hidden: Tensor, capture: CaptureLogits) -> None:
         step = logits_rows_per_pass(self._model.config.vocab_size)
+        positions = inputs.positions.tolist()
         for row, span in zip(inputs.rows, inputs.batches[0].spans, strict=True):
-            for low in range(0, span.count, step):
-                high = min(low + step, span.count)
-                logits = self._model.logits(hidden[span.first + low : span.first + high])
-                capture(row.serial, span.start + low, logits)
+            low, end = span.first, span.first + span.count
+            while low < end:  # a run of positions, since between them may be those of other ranks
+                high = low + 1
+                while high < min(end, low + step) and positions[high] == positions[high - 1] + 1:
+                    high += 1
+                capture(row.serial, positions[low], self._model.logits(hidden[low:high]))
+                low = high
 
 
 class _NobodyWaits(Exception):
