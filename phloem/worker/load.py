@@ -20,7 +20,7 @@ from phloem.pools.device import torch_dtype
 from phloem.transfer import TransferEngine, TransferHooks
 from phloem.worker.forward import ForwardOptions, choose_kernels, load_forward
 from phloem.worker.memory import activation_bytes
-from phloem.worker.pages import host_tier, kv_specs, make_pools, page_counts, pool_layouts
+from phloem.worker.pages import host_tier, kv_specs, make_pools, page_counts
 from phloem.worker.peers import RankPlace
 from phloem.worker.ranked import RankedWorker
 from phloem.worker.rows import RowTables
@@ -125,7 +125,7 @@ def load_worker(
     how = _forward_options(options, config, num_positions=max_len)
     specs = kv_specs(config, dtype=dtype, page_size=options.page_size)
     num_pages = _device_pages(options, specs)
-    pools = make_pools(pool_layouts(specs, num_pages), device, place)
+    pools = make_pools(specs, num_pages, device, place)
     hosts, transfers = host_tier(
         pools, config.component_layers, _host_pages(options, len(specs)), options.transfer_hooks
     )

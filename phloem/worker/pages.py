@@ -74,9 +74,13 @@ def pool_layouts(specs: Sequence[KVSpec], counts: Sequence[int]) -> tuple[PageLa
 
 
 def make_pools(
-    layouts: Sequence[PageLayout], device: torch.device, place: RankPlace | None = None
+    specs: Sequence[KVSpec],
+    counts: Sequence[int],
+    device: torch.device,
+    place: RankPlace | None = None,
 ) -> tuple[DevicePool, ...]:
     """The device pool of each component. Raises ConfigError if the memory does not suffice."""
+    layouts = pool_layouts(specs, counts)
     if place is None:
         return tuple(DevicePool(layout, device=device) for layout in layouts)
     return tuple(

@@ -45,7 +45,6 @@ def open_llm(model: Path, cp: int, **settings: Any) -> LLM:
         "max_prefill_tokens": 24,
         "prefetch_policy": "wait_complete",
         "threads": 1,
-        "kernels": "torch",
     }
     return LLM(str(model), **{**defaults, "cp": cp, **settings})
 
@@ -158,7 +157,7 @@ def config(model: Path) -> Config:
         model=ModelOptions(model=str(model), dtype="fp32"),
         cache=CacheOptions(num_pages=256, page_size=4),
         parallel=ParallelOptions(cp=2),
-        runtime=RuntimeOptions(threads=1, kernels="torch"),
+        runtime=RuntimeOptions(threads=1),
     )
 
 

@@ -33,7 +33,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options(**more) -> WorkerOptions:
     chosen = {"dtype": "fp32", "page_size": PAGE, "num_pages": PAGES, "threads": 1, **more}
-    return WorkerOptions(max_running=8, kernels="torch", **chosen)
+    return WorkerOptions(max_running=8, **chosen)
 
 
 def driver(path: Path, size: int, owner: Owner, **more) -> tuple[RankDriver, Logits]:
