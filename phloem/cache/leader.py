@@ -15,7 +15,7 @@ from phloem.cache.ghosts import Ghosts
 from phloem.cache.host_ledger import Backup, HostLedger
 from phloem.cache.match import Match
 from phloem.cache.node import REF_BYTES, Node
-from phloem.cache.placement import PlacementPolicy
+from phloem.cache.placement import PlacementPolicy, take_shares
 from phloem.cache.reservation import Reservation
 from phloem.cache.residence import covered
 from phloem.cache.state import CacheState
@@ -85,7 +85,7 @@ class Leader:
         self.window: WindowLedger | None = None
         self.window_host: WindowHost | None = None
         if window is not None:
-            self.window = WindowLedger(state, self.log, window, placement, record_freed)
+            self.window = WindowLedger(state, self.log, window, record_freed)
             self.window_host = WindowHost(self)
         self.reservations: set[Reservation] = set()  # open now; never iterated to decide anything
         self.ages: Ages | None = None  # set by who has a clock
@@ -122,8 +122,13 @@ class Leader:
             pages = len(node.refs) // REF_BYTES
         return total
 
-    def allocate(self, first_page: int, num_pages: int) -> bytes:
-        """Take pages, evicting as many as are missing. Raises NoRoom and changes nothing else."""
+    def allocate(self, num_pages: int, last: int | None = None) -> bytes:
+        """Take pages, evicting as many as are missing. Raises NoRoom and changes nothing else.
+
+        `last`: the owner of the page that they come after, if the request has taken it before.
+        What goes is what was used longest ago, on whatever rank: placement sends each page to a
+        rank with room, so no more is evicted than pages are missing on all ranks together.
+        """
         missing = num_pages - self.state.free_pages
         if missing > 0:
             evictable = self.evictable_pages
@@ -132,10 +137,18 @@ class Leader:
                     f"{num_pages} pages asked, {num_pages - missing} free and {evictable} evictable"
                 )
             self.evict(missing)
-        owners = self.placement.owners(first_page, num_pages)
-        if len(owners) == 1:
-            return cast(bytes, self.log.append(commands.alloc(owners[0][0], num_pages)))
-        return b"".join([self.log.append(commands.alloc(owner, n)) for owner, n in owners])
+        allocators = self.state.allocators
+        if len(allocators) == 1:
+            return self._take(0, num_pages)
+        free = [allocator.num_free for allocator in allocators]
+        if last is None:
+            owners = self.placement.begin(num_pages, free)
+        else:
+            owners = self.placement.go_on(num_pages, free, last)
+        return take_shares(owners, self._take)
+
+    def _take(self, owner: int, num_pages: int) -> bytes:
+        return cast(bytes, self.log.append(commands.alloc(owner, num_pages)))
 
     def evict(self, num_pages: int) -> int:
         """Evict up to `num_pages` unlocked pages; returns how many."""
