@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phloem.attention.backend import AttentionBackend
 from phloem.attention.batch import RaggedBatch
 from phloem.kernels import KVBuffer, Scoring
 from phloem.kernels.reference import ReferenceOps, paged_attention
@@ -15,7 +16,7 @@ from phloem.kernels.reference import ReferenceOps, paged_attention
 __all__ = ["ReferenceAttention"]
 
 
-class ReferenceAttention:
+class ReferenceAttention(AttentionBackend[RaggedBatch]):
     """Slow. Its plan is the batch itself. Arguments as those of `GatherAttention`."""
 
     def __init__(
@@ -28,37 +29,31 @@ class ReferenceAttention:
     def plan(self, batch: RaggedBatch) -> RaggedBatch:
         return batch
 
-    def run(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        meta: RaggedBatch,
-        *,
-        sinks: Tensor | None = None,
+    def attend(
+        self, layer: int, q: Tensor, meta: RaggedBatch, *, sinks: Tensor | None = None
     ) -> Tensor:
-        self._write(layer, k, v, meta)
-        parts = []
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for span in meta.spans:
-            out, _ = paged_attention(
-                q[span.first : span.first + span.count],
-                self._buffer,
-                layer,
-                dict(enumerate(span.slots.tolist(), span.base)),
-                span.start,
-                scoring=self._scoring,
-                earliest=partial(span.earliest, self._window),
-                sinks=sinks,
-            )
-            parts.append(out)
-        return torch.cat(parts).reshape(q.shape[0], -1)
+            for low, start, count in span.runs():
+                at = slice(span.first + low, span.first + low + count)
+                out[at], _ = paged_attention(
+                    q[at],
+                    self._buffer,
+                    layer,
+                    dict(enumerate(span.slots.tolist(), span.base)),
+                    start,
+                    scoring=self._scoring,
+                    earliest=partial(span.earliest, self._window),
+                    sinks=sinks,
+                )
+        return out.flatten(1)
 
-    def _write(self, layer: int, k: Tensor, v: Tensor, batch: RaggedBatch) -> None:
-        size = batch.page_size
-        for span in batch.spans:
-            for pos in range(max(span.start, span.write_from), span.end):
-                i = span.first + pos - span.start
+    def write(self, layer: int, k: Tensor, v: Tensor, meta: RaggedBatch) -> None:
+        size = meta.page_size
+        for span in meta.spans:
+            for i, pos in enumerate(span.positions().tolist(), span.first):
+                if pos < span.write_from:
+                    continue
                 page = span.pages(pos // size, pos // size + 1)
                 index = self._buffer.token_index(page, np.array([pos % size]))
                 where = torch.from_numpy(index).to(k.device)
