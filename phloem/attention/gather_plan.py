@@ -82,9 +82,9 @@ class BandedChunk:
 class DecodeBatch:
     """Rows with one new token each, padded to the longest.
 
-    `rows` (B,) in the flat batch; `index` (2, G, B, n); tokens low ... high - 1 of each row's
+    `rows` (B,) in the flat batch; `index` (J, G, B, n); tokens low ... high - 1 of each row's
     gather are keys. Where rows differ: `mask` (B, 1, 1, high - low) additive and `stale`, the rows
-    of the gather, seen as (2 * K * B * S, D), to zero.
+    of the gather, seen as (J * K * B * S, D), to zero.
     """
 
     rows: Tensor
@@ -197,7 +197,8 @@ class Planner:
     def _group(self, rows: list[_Keys]) -> list[list[_Keys]]:
         """Cut rows, sorted by length, where padding or memory would grow too large."""
         data = self._buffer.data
-        token_bytes = 2 * self._buffer.num_kv_heads * self._buffer.head_dim * data.element_size()
+        width = self._buffer.num_sides * self._buffer.num_kv_heads * self._buffer.head_dim
+        token_bytes = width * data.element_size()
         groups: list[list[_Keys]] = []
         for row in rows:
             group = groups[-1] if groups else []
@@ -236,9 +237,10 @@ class Planner:
         )
 
     def _stale_rows(self, within: npt.NDArray[np.bool_]) -> _Ints:
-        """Rows of (2 * K, B * S) where `within` (B, S) is true, for every K and V head."""
+        """Rows of (J * K, B * S) where `within` (B, S) is true, for every K and V head."""
         tokens = np.flatnonzero(within)
-        heads = np.arange(2 * self._buffer.num_kv_heads, dtype=np.int64) * within.size
+        rows = self._buffer.num_sides * self._buffer.num_kv_heads
+        heads = np.arange(rows, dtype=np.int64) * within.size
         return np.ascontiguousarray((heads[:, None] + tokens).reshape(-1))
 
     def _to_device(self, array: _Ints) -> Tensor:

@@ -146,7 +146,7 @@ class KeyFacts:
 
 def _layout_fact(layout: PageLayout) -> dict[str, Fact]:
     spec = layout.spec
-    return {
+    facts: dict[str, Fact] = {
         "kind": spec.kind.value,
         "dtype": spec.dtype.value,
         "num_layers": spec.num_layers,
@@ -156,6 +156,9 @@ def _layout_fact(layout: PageLayout) -> dict[str, Fact]:
         "num_head_groups": layout.num_head_groups,
         "axis_order": [axis.value for axis in ORDER],
     }
+    if spec.rope_dim:
+        facts["rope_dim"] = spec.rope_dim
+    return facts
 
 
 class Digest(Protocol):

@@ -6,7 +6,8 @@ A layout's name is its axis order; shape and strides are derived from it and wri
     `---- one page is contiguous: a page is one memcpy ----'
            `-- one object = (page, head_group): what storage and tensor parallelism cut --'
 
-Every axis that may ever be partitioned (page, head group, layer) lies outside the token axis.
+Every axis that may ever be partitioned (page, head group, layer) lies outside the token axis. The
+k/v axis has one place in MLA, whose rows are the latent and the rotary key of a token, of no head.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class PageLayout:
             Axis.PAGE: self.num_pages,
             Axis.HEAD_GROUP: self.num_head_groups,
             Axis.LAYER: spec.num_layers,
-            Axis.KV: 2,
+            Axis.KV: spec.num_sides,
             Axis.TOKEN: spec.page_size,
             Axis.HEAD: self.heads_per_group,
             Axis.DIM: spec.head_dim,

@@ -14,9 +14,14 @@ __all__ = ["AttentionKind", "ComponentSpec", "KVDtype", "KVSpec"]
 
 
 class AttentionKind(enum.Enum):
-    """How a layer's state is shaped. GQA covers MHA (groups of one) and MQA (one group)."""
+    """How a layer's state is shaped. GQA covers MHA (groups of one) and MQA (one group).
+
+    MLA keeps one row of a token that all heads share, instead of K and V: a latent of which both
+    are made, and behind it the key's rotary part.
+    """
 
     GQA = "gqa"
+    MLA = "mla"
 
 
 class KVDtype(enum.Enum):
@@ -49,7 +54,8 @@ class KVSpec:
 
     `retention`: of how many last tokens, the token itself included, later ones may read the state;
     None: of all. A model all of whose layers have a window has a full component of no layers and
-    no bytes: the spine on which windows hang.
+    no bytes: the spine on which windows hang. `rope_dim`: how many of MLA's head_dim are the rotary
+    part, the last ones.
     """
 
     kind: AttentionKind
@@ -59,6 +65,7 @@ class KVSpec:
     head_dim: int
     page_size: int
     retention: int | None = None
+    rope_dim: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_kv_heads", "head_dim", "page_size"):
@@ -68,11 +75,33 @@ class KVSpec:
             raise ConfigError(f"num_layers must not be negative, got {self.num_layers}")
         if self.retention is not None and self.retention < 1:
             raise ConfigError(f"a window must be at least 1 token, got {self.retention}")
+        if self.kind is AttentionKind.MLA:
+            self._check_latent()
+        elif self.rope_dim:
+            raise ConfigError(f"a rotary part of {self.rope_dim} is kept apart in a latent only")
+
+    def _check_latent(self) -> None:
+        if self.num_kv_heads != 1 or self.retention is not None:
+            raise ConfigError("a latent is of one head, and kept for all tokens")
+        if not 0 < self.rope_dim < self.head_dim:
+            raise ConfigError(
+                f"a rotary part of {self.rope_dim} does not fit a row of {self.head_dim}"
+            )
+
+    @property
+    def num_sides(self) -> int:
+        """Rows of a token in each layer and head: K and V, or the latent alone."""
+        return 1 if self.kind is AttentionKind.MLA else 2
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row: of a token, in one layer, of one head, K or V."""
+        return self.head_dim * self.dtype.num_bytes
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's K and V over all layers and heads."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.num_bytes
+        """Bytes of one token's state over all layers and heads."""
+        return self.num_sides * self.num_layers * self.num_kv_heads * self.row_bytes
 
     @property
     def page_bytes(self) -> int:

@@ -24,6 +24,17 @@ def kv_specs(config: ModelConfig, *, dtype: KVDtype, page_size: int) -> tuple[KV
 
     Full has no layers, and so no bytes, where all layers have a window.
     """
+    if config.mla is not None:
+        latent = KVSpec(
+            kind=AttentionKind.MLA,
+            dtype=dtype,
+            num_layers=config.num_layers,
+            num_kv_heads=1,
+            head_dim=config.mla.row_dim,
+            rope_dim=config.mla.rope_dim,
+            page_size=page_size,
+        )
+        return (latent,)
     retentions = (None, config.window)
     return tuple(
         KVSpec(
