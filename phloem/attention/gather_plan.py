@@ -183,7 +183,7 @@ class Planner:
             known = min(self._window - 1, max(before, 2 * known))
             keys, queries = torch.arange(-known, self._band), torch.arange(self._band)[:, None]
             hidden = (keys > queries) | (keys <= queries - self._window)
-            mask = torch.zeros(hidden.shape, dtype=self._buffer.data.dtype)
+            mask = torch.zeros(hidden.shape, dtype=self._buffer.dtype)
             self._mask = mask.masked_fill_(hidden, -torch.inf).to(self._device)
         return self._mask[:count, known - before : known + count]
 
@@ -196,9 +196,8 @@ class Planner:
 
     def _group(self, rows: list[_Keys]) -> list[list[_Keys]]:
         """Cut rows, sorted by length, where padding or memory would grow too large."""
-        data = self._buffer.data
         width = self._buffer.num_sides * self._buffer.num_kv_heads * self._buffer.head_dim
-        token_bytes = width * data.element_size()
+        token_bytes = width * self._buffer.dtype.itemsize
         groups: list[list[_Keys]] = []
         for row in rows:
             group = groups[-1] if groups else []
@@ -224,7 +223,7 @@ class Planner:
             unused = (tokens < lows[:, None]) | (tokens >= highs[:, None])  # (B, S)
             ends = np.array([len(row.slots) * size for row in group])
             stale = self._to_device(self._stale_rows(unused & (tokens < ends[:, None])))
-            mask = torch.zeros((len(group), 1, 1, high - low), dtype=self._buffer.data.dtype)
+            mask = torch.zeros((len(group), 1, 1, high - low), dtype=self._buffer.dtype)
             mask.masked_fill_(torch.from_numpy(unused[:, None, None, low:high]), -torch.inf)
             mask = mask.to(self._device)
         return DecodeBatch(

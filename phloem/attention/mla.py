@@ -136,7 +136,7 @@ class MLAAttention:
 
     def _absorb(self, q: Tensor, up: Tensor) -> Tensor:
         """Queries (N, H, D) in the space of rows, (N, H, C + R)."""
-        q_nope, q_rope = torch.split(q, (self._mla.nope_dim, self._mla.rope_dim), dim=-1)
+        q_nope, q_rope = torch.split(q, [self._mla.nope_dim, self._mla.rope_dim], dim=-1)
         keys = up[:, : self._mla.nope_dim].transpose(1, 2)  # (H, C, nope)
         return torch.cat((self._ops.heads_linear(q_nope, keys), q_rope), dim=-1)
 
@@ -175,10 +175,10 @@ class MLAAttention:
     def _expand(self, rows: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         """K (1, H, S, D) and V (1, H, S, E) of rows (S, C + R)."""
         mla = self._mla
-        latents, rotary = torch.split(rows, (mla.kv_rank, mla.rope_dim), dim=-1)
+        latents, rotary = torch.split(rows, [mla.kv_rank, mla.rope_dim], dim=-1)
         both = self._ops.linear(latents, up.reshape(-1, mla.kv_rank), None)
         by_head = both.view(len(rows), -1, mla.up_dim)
-        nope, v = torch.split(by_head, (mla.nope_dim, mla.v_dim), dim=-1)
+        nope, v = torch.split(by_head, [mla.nope_dim, mla.v_dim], dim=-1)
         k = torch.cat((nope, rotary[:, None].expand(-1, nope.shape[1], -1)), dim=-1)
         return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 

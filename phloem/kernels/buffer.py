@@ -18,7 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from phloem.kernels.codec import RowCodec
 
 __all__ = ["KVBuffer"]
 
@@ -27,9 +30,24 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVBuffer:
-    """`data` is contiguous, (P + 1, G, L, J, T, h, D)."""
+    """`data` is contiguous, (P + 1, G, L, J, T, h, D). With a `codec` D are its items, and rows are
+    computed in its dtype."""
 
     data: Tensor
+    codec: RowCodec | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What rows are computed in."""
+        return self.data.dtype if self.codec is None else self.codec.dtype
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Rows (..., head_dim) as `data` holds them."""
+        return rows if self.codec is None else self.codec.encode(rows)
+
+    def decode(self, stored: Tensor) -> Tensor:
+        """What was read of `data`, (..., items), as rows (..., head_dim)."""
+        return stored if self.codec is None else self.codec.decode(stored)
 
     @property
     def zero_slot(self) -> int:
@@ -59,6 +77,11 @@ class KVBuffer:
 
     @property
     def head_dim(self) -> int:
+        return self.row_items if self.codec is None else self.codec.head_dim
+
+    @property
+    def row_items(self) -> int:
+        """Items of `data` that a row takes."""
         return int(self.data.shape[6])
 
     @property
@@ -71,12 +94,12 @@ class KVBuffer:
 
     def object_rows(self, layer: int) -> Tensor:
         """The view into which `object_index` points, for one layer."""
-        rows = self.data.view(-1, self.page_size * self.heads_per_group * self.head_dim)
+        rows = self.data.view(-1, self.page_size * self.heads_per_group * self.row_items)
         return rows[self.num_sides * layer :]
 
     def token_rows(self, layer: int, kv: int) -> Tensor:
         """The view into which `token_index` points, for one layer's K (kv 0) or V (kv 1)."""
-        rows = self.data.view(-1, self.heads_per_group * self.head_dim)
+        rows = self.data.view(-1, self.heads_per_group * self.row_items)
         return rows[(self.num_sides * layer + kv) * self.page_size :]
 
     def object_index(self, slots: _Ints) -> _Ints:

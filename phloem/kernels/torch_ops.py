@@ -88,12 +88,14 @@ class TorchOps:
         return F.gelu(gate, approximate="tanh").mul_(up)
 
     def write_kv(self, buffer: KVBuffer, layer: int, k: Tensor, v: Tensor, index: Tensor) -> None:
-        width = buffer.heads_per_group * buffer.head_dim
+        width = buffer.heads_per_group * buffer.row_items
         for kv, value in enumerate((k, v)[: buffer.num_sides]):
-            buffer.token_rows(layer, kv).index_copy_(0, index, value.reshape(-1, width))
+            stored = buffer.encode(value).reshape(-1, width)
+            buffer.token_rows(layer, kv).index_copy_(0, index, stored)
 
     def gather_kv(self, buffer: KVBuffer, layer: int, index: Tensor) -> Tensor:
         rows = buffer.object_rows(layer).index_select(0, index.reshape(-1))
+        rows = buffer.decode(rows.view(-1, buffer.row_items))
         heads, dim, sides = buffer.heads_per_group, buffer.head_dim, buffer.num_sides
         if heads == 1:
             return rows.view(sides, buffer.num_kv_heads, -1, dim)

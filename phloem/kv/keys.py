@@ -40,6 +40,7 @@ __all__ = [
 LINK_BYTES = 40
 SCOPE_BYTES = KEY_BYTES - LINK_BYTES
 _FORMAT = "phloem-key-1"
+_ROW_FORMAT = "codes-scales-1"  # of packed rows; another number where codes or scales mean another
 
 Fact: TypeAlias = "bool | int | float | str | bytes | Sequence[Fact] | Mapping[str, Fact] | None"
 
@@ -158,6 +159,8 @@ def _layout_fact(layout: PageLayout) -> dict[str, Fact]:
     }
     if spec.rope_dim:
         facts["rope_dim"] = spec.rope_dim
+    if spec.dtype.is_packed:
+        facts["row"] = [_ROW_FORMAT, spec.row_bytes]
     return facts
 
 

@@ -72,7 +72,8 @@ class PageLayout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes in axis order: (page, head_group, layer, kv, token, head, dim)."""
+        """Sizes in axis order: (page, head_group, layer, kv, token, head, dim); dim in bytes where
+        rows are packed."""
         spec = self.spec
         sizes = {
             Axis.PAGE: self.num_pages,
@@ -81,7 +82,7 @@ class PageLayout:
             Axis.KV: spec.num_sides,
             Axis.TOKEN: spec.page_size,
             Axis.HEAD: self.heads_per_group,
-            Axis.DIM: spec.head_dim,
+            Axis.DIM: spec.row_items,
         }
         return tuple(sizes[axis] for axis in ORDER)
 

@@ -33,7 +33,7 @@ def latent_qkv(
     q = q.view(count, -1, mla.nope_dim + mla.rope_dim)
     turning = q[..., mla.nope_dim :]
     turning.copy_(ops.rope(turning, cos, sin))
-    latent, rotary = torch.split(first[:, None, q_width:], (mla.kv_rank, mla.rope_dim), dim=-1)
+    latent, rotary = torch.split(first[:, None, q_width:], [mla.kv_rank, mla.rope_dim], dim=-1)
     row = first.new_empty((count, 1, mla.row_dim))
     row[..., : mla.kv_rank] = ops.rms_norm(latent, layer.k_norm, mla.norm_eps)
     row[..., mla.kv_rank :] = ops.rope(rotary, cos, sin)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from phloem.config.model import ModelConfig
 from phloem.kernels.native_abi import PANEL
+from phloem.kv.spec import KVDtype
 
-__all__ = ["native_fits"]
+__all__ = ["native_fits", "native_reads"]
 
 
 def native_fits(config: ModelConfig) -> str | None:
@@ -18,3 +19,10 @@ def native_fits(config: ModelConfig) -> str | None:
             f"{config.intermediate_size}"
         )
     return None
+
+
+def native_reads(pages: KVDtype, model: KVDtype) -> str | None:
+    """None if native kernels read pages of that dtype; else what they need, for a sentence."""
+    if pages is model:
+        return None
+    return f"KV pages in the model's dtype ({model.value}), and --kv-dtype is {pages.value}"

@@ -58,15 +58,18 @@ def choose_kernels(
     device: torch.device,
     config: ModelConfig,
     quantisation: Quantisation = Quantisation.NONE,
+    *,
+    lacking: str | None = None,
 ) -> str:
     """What "auto" means here. Raises ConfigError for a name or a combination that cannot be.
 
     On a CPU with bf16 matrix instructions PyTorch's products are still the faster ones; quantised
-    weights are what only native kernels read.
+    weights are what only native kernels read. `lacking`: what native kernels would need beside
+    what the model asks of them, and do not have.
     """
     if name not in KERNELS:
         raise ConfigError(f"unknown kernels {name!r}; known: {', '.join(KERNELS)}")
-    lacking = native_fits(config)
+    lacking = native_fits(config) or lacking
     quantised = quantisation is not Quantisation.NONE
     if name == "native" or (name == "auto" and quantised):
         asked = f"--quantization {quantisation.value}" if quantised else "--kernels native"
