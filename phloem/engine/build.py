@@ -77,6 +77,7 @@ def _worker_options(config: Config, hooks: BuildHooks, dtype: str, pools: Pools)
     windows = len(pools.specs) > 1
     return WorkerOptions(
         dtype=dtype,
+        kv_dtype=config.cache.kv_dtype,
         device=config.model.device,
         page_size=config.page_size,
         num_pages=pools.device[0],
@@ -137,6 +138,7 @@ def _facts(
         prefix_cache=config.cache.prefix_cache,
         schedule_policy=config.scheduler.schedule_policy,
         kernels=loaded.kernels,
+        kv_dtype=loaded.spec.dtype.value,
         quantization=options.quantization,
         four_bit_blocks=four_bit_blocks(Path(path)),
         host_pages=options.host_pages,

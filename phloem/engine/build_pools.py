@@ -53,7 +53,8 @@ class Pools:
 def plan_pools(config: Config, path: Path, dtype: str) -> Pools:
     """Divide the memory that the settings name. Raises ConfigError if it cannot be."""
     model = read_model_config(path)
-    specs = kv_specs(model, dtype=KVDtype(dtype), page_size=config.page_size)
+    pages = dtype if config.cache.kv_dtype == "auto" else config.cache.kv_dtype
+    specs = kv_specs(model, dtype=KVDtype(pages), page_size=config.page_size)
     window = specs[-1].retention
     demand = PoolDemand(
         max_model_len=config.model.max_model_len or model.max_position,

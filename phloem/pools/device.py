@@ -9,9 +9,9 @@ import numpy.typing as npt
 import torch
 
 from phloem.core.errors import ConfigError
-from phloem.kernels import KVBuffer
+from phloem.kernels import KVBuffer, make_codec
+from phloem.kernels.codec import torch_dtype
 from phloem.kv.layout import PageLayout
-from phloem.kv.spec import KVDtype
 
 __all__ = ["DevicePool", "torch_dtype"]
 
@@ -19,21 +19,17 @@ __all__ = ["DevicePool", "torch_dtype"]
 # since the processor takes its loads to depend on the stores just before them.
 _ALIGNMENT = 4096
 
-_DTYPES = {KVDtype.FP32: torch.float32, KVDtype.BF16: torch.bfloat16}
-
-
-def torch_dtype(dtype: KVDtype) -> torch.dtype:
-    """The torch dtype in which a KV element is stored."""
-    return _DTYPES[dtype]
-
 
 class DevicePool:
     """One flat tensor of `layout.num_pages` pages, and one page of zeros for padding after them.
 
-    Pages start as zeros. It knows no owner and no free list: the control plane has them.
+    Pages start as zeros. It knows no owner and no free list: the control plane has them. `dtype`:
+    what K and V are computed in, and read as; None: as they are stored, or fp32 if they are packed.
     """
 
-    def __init__(self, layout: PageLayout, *, device: torch.device) -> None:
+    def __init__(
+        self, layout: PageLayout, *, device: torch.device, dtype: torch.dtype | None = None
+    ) -> None:
         self.layout = layout
         shape = (layout.num_pages + 1, *layout.shape[1:])
         try:
@@ -43,7 +39,8 @@ class DevicePool:
                 f"cannot allocate {layout.total_bytes:,} bytes of KV pages on {device}; "
                 "lower the KV memory"
             ) from error
-        self.buffer = KVBuffer(data)
+        unpacked = torch.float32 if layout.spec.dtype.is_packed else data.dtype
+        self.buffer = KVBuffer(data, make_codec(layout.spec, dtype or unpacked))
 
     @property
     def num_pages(self) -> int:
@@ -53,7 +50,8 @@ class DevicePool:
         """Poison freed pages, so that a read of one shows."""
         if len(slots):
             data = self.buffer.data
-            data[torch.from_numpy(slots.copy()).to(data.device)] = float("nan")
+            nan = float("nan") if data.is_floating_point() else 0xFF  # scales of ones are NaN
+            data[torch.from_numpy(slots.copy()).to(data.device)] = nan
 
     def read_page(self, slot: int) -> bytes:
         """A copy of one page's bytes, for audits."""

@@ -24,6 +24,17 @@ def kv_specs(config: ModelConfig, *, dtype: KVDtype, page_size: int) -> tuple[KV
 
     Full has no layers, and so no bytes, where all layers have a window.
     """
+    if config.mla is not None:
+        latent = KVSpec(
+            kind=AttentionKind.MLA,
+            dtype=dtype,
+            num_layers=config.num_layers,
+            num_kv_heads=1,
+            head_dim=config.mla.row_dim,
+            rope_dim=config.mla.rope_dim,
+            page_size=page_size,
+        )
+        return (latent,)
     retentions = (None, config.window)
     return tuple(
         KVSpec(
@@ -65,14 +76,17 @@ def page_counts(
 
 
 def make_pools(
-    specs: Sequence[KVSpec], counts: Sequence[int], device: torch.device
+    specs: Sequence[KVSpec], counts: Sequence[int], device: torch.device, *, dtype: torch.dtype
 ) -> tuple[DevicePool, ...]:
-    """The device pool of each component. Raises ConfigError if the memory does not suffice."""
+    """The device pool of each component, computed in `dtype`.
+
+    Raises ConfigError if the memory does not suffice.
+    """
     layouts = (
         PageLayout(spec, count, default_head_groups(spec.num_kv_heads))
         for spec, count in zip(specs, counts, strict=True)
     )
-    return tuple(DevicePool(layout, device=device) for layout in layouts)
+    return tuple(DevicePool(layout, device=device, dtype=dtype) for layout in layouts)
 
 
 def host_tier(
