@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from phloem.cache import PrefixCache, check_invariants
-from phloem.cache.placement import PLACEMENTS, Contiguous, Striped, make_placement, take_shares
+from phloem.cache.placement import (
+    PLACEMENTS,
+    Contiguous,
+    Striped,
+    make_placement,
+    num_displaced,
+    settle,
+    take_shares,
+)
 from phloem.core.errors import ConfigError, NoRoom
 from phloem.core.refs import make_ref, owner_of, owners_of
 from phloem.replica import PageAllocator, give_back
@@ -62,13 +70,41 @@ def test_short_chains_are_spread_evenly_whatever_they_share():
 
 
 def test_a_full_rank_sends_its_pages_to_one_with_room():
-    """Nothing is evicted for the sake of the stripes."""
     cache = PrefixCache(page_size=4, num_pages=(2, 9, 4), record_freed=True)
     tokens = run_of(0, 4 * 15)
     serve(cache, tokens)
     assert cache.free_pages == cache.leader.evicted_pages == 0
-    counts = np.bincount(owners(cache, tokens)).tolist()
-    assert counts == [2, 9, 4]
+    assert np.bincount(owners(cache, tokens)).tolist() == [2, 9, 4]
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_stripe_costs_at_most_as_many_cached_pages_as_it_has(allowed):
+    """All of rank 0 is locked, so nothing makes room there: eight go in vain, and no more."""
+    cache = PrefixCache(page_size=4, num_pages=(4, 40), record_freed=True)
+    cache.leader.evicts_for_placement = allowed
+    with start(cache, run_of(9000, 4 * 8)) as holder:
+        assert np.bincount(owners_of(holder.refs)).tolist() == [4, 4]
+        for number in range(36):
+            serve(cache, run_of(100 * number, 4))
+        assert cache.free_pages == 0
+        with start(cache, run_of(5000, 4 * 8)) as reservation:
+            assert owners_of(reservation.refs).tolist() == [1] * 8
+        assert cache.leader.evicted_pages == 8 + 8 * allowed
+    check_invariants(cache, idle=True)
+
+
+def test_a_stripe_is_made_even_at_the_cost_of_what_was_used_longest_ago():
+    """Of the next four victims three lie on rank 1: two more make it two and two."""
+    cache = pools(2, 12)
+    for number in range(12):
+        serve(cache, run_of(100 * number, 8))  # two pages each, the second on rank 1
+    for number in range(2):  # the first page alone is used again: the second is older now
+        cache.reserve(cache.match(NS, run_of(100 * number, 4)), 0).close()
+    assert cache.free_pages == 0
+    with start(cache, run_of(5000, 4 * 4)) as reservation:
+        assert np.bincount(owners_of(reservation.refs)).tolist() == [2, 2]
+    assert cache.leader.evicted_pages == 6
+    check_invariants(cache, idle=True)
 
 
 def test_contiguous_keeps_a_run_on_one_rank_while_there_is_room():
@@ -117,31 +153,34 @@ def test_no_owner_is_named_more_often_than_it_has_pages(name):
         if name == "replicate":
             free = free[:1]
         count = rng.randint(0, sum(free))
-        if rng.random() < 0.5:
-            placed = policy.begin(count, free)
-        else:
-            placed = policy.go_on(count, free, rng.randrange(len(free)))
-        assert len(placed) == count
+        wish = policy.wish(count, free, rng.choice((None, rng.randrange(len(free)))))
+        placed = settle(wish, free)
+        assert len(wish) == len(placed) == count
         taken = np.bincount(placed, minlength=len(free)).tolist()
         assert all(used <= have for used, have in zip(taken, free, strict=True))
+        assert (wish != placed).sum() == num_displaced(wish, free), "a page moved for no reason"
 
 
-def test_a_stripe_with_room_everywhere_is_even_to_a_page():
+def test_a_stripe_is_even_to_a_page():
     rng = random.Random(3)
     for _ in range(300):
         ranks, count = rng.randint(1, 6), rng.randint(1, 40)
-        free = [count + rng.randrange(9) for _ in range(ranks)]
-        placed = Striped().go_on(count, free, rng.randrange(ranks))
-        shares = np.bincount(placed, minlength=ranks)
+        wish = Striped().wish(count, [9] * ranks, rng.choice((None, rng.randrange(ranks))))
+        shares = np.bincount(wish, minlength=ranks)
         assert shares.max() - shares.min() <= 1
-        assert ((placed[1:] - placed[:-1]) % ranks == 1 % ranks).all()
+        assert ((wish[1:] - wish[:-1]) % ranks == 1 % ranks).all()
 
 
-def test_a_run_goes_on_from_its_last_page():
-    assert Striped().go_on(3, [9, 9, 9], 1).tolist() == [2, 0, 1]
-    assert Contiguous().go_on(3, [9, 9, 9], 1).tolist() == [1, 1, 1]
-    assert Striped().go_on(1, [0, 5, 9], 2).tolist() == [2]
-    assert Striped().begin(2, [3, 5, 4]).tolist() == [1, 2]
+def test_a_run_goes_on_from_its_last_page_and_begins_where_most_room_is():
+    assert Striped().wish(3, [9, 9, 9], 1).tolist() == [2, 0, 1]
+    assert Striped().wish(2, [3, 5, 4], None).tolist() == [1, 2]
+    assert Contiguous().wish(3, [9, 9, 9], 1).tolist() == [1, 1, 1]
+    assert Contiguous().wish(6, [3, 2, 4], None).tolist() == [2, 2, 2, 2, 0, 0]
+
+
+def test_the_last_pages_of_a_full_rank_go_to_the_one_with_most_room():
+    assert settle(np.array([0, 1, 0, 1, 0]), [1, 3, 4]).tolist() == [0, 1, 2, 1, 2]
+    assert settle(np.array([0]), [0, 5, 9]).tolist() == [2]
 
 
 def test_shares_are_taken_owner_by_owner_and_put_in_page_order():
