@@ -55,11 +55,8 @@ class ReferenceAttention:
         return torch.cat(parts).reshape(q.shape[0], -1)
 
     def _write(self, layer: int, k: Tensor, v: Tensor, batch: RaggedBatch) -> None:
-        size = batch.page_size
-        for span in batch.spans:
-            for pos in range(max(span.start, span.write_from), span.end):
-                i = span.first + pos - span.start
-                page = span.pages(pos // size, pos // size + 1)
-                index = self._buffer.token_index(page, np.array([pos % size]))
-                where = torch.from_numpy(index).to(k.device)
-                self._ops.write_kv(self._buffer, layer, k[i : i + 1], v[i : i + 1], where)
+        written = batch.written()
+        which = np.arange(batch.num_tokens) if written is None else written
+        offsets = batch.positions() % batch.page_size
+        index = self._buffer.token_index(batch.token_slots()[which], offsets[which])
+        self._ops.write_kv(self._buffer, layer, k[which], v[which], torch.from_numpy(index))
