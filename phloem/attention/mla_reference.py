@@ -31,12 +31,11 @@ class MLAReferenceAttention(AttentionBackend[RaggedBatch]):
 
     def write(self, layer: int, k: Tensor, v: Tensor, meta: RaggedBatch) -> None:
         """As `MLAAttention.write`."""
-        slots, offsets = meta.token_slots(), meta.positions() % meta.page_size
         written = meta.written()
         which = np.arange(meta.num_tokens) if written is None else written
-        for i in which.tolist():
-            index = torch.from_numpy(self._buffer.token_index(slots[i : i + 1], offsets[i : i + 1]))
-            self._ops.write_kv(self._buffer, layer, k[i : i + 1], v[i : i + 1], index.to(k.device))
+        offsets = meta.positions() % meta.page_size
+        index = self._buffer.token_index(meta.token_slots()[which], offsets[which])
+        self._ops.write_kv(self._buffer, layer, k[which], v[which], torch.from_numpy(index))
 
     def attend(
         self, layer: int, q: Tensor, meta: RaggedBatch, *, sinks: Tensor | None = None
