@@ -221,6 +221,9 @@ class _Hooks:
     def emit(self, chunks: list[OutputChunk]) -> None:
         self.take(chunks)
 
+    def wake(self) -> None:
+        """The next pass looks."""
+
     def on_layer(self) -> None:
         """Nobody watches a heartbeat here."""
 

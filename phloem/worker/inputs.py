@@ -23,18 +23,23 @@ _Ints = npt.NDArray[np.int64]
 class RankShare:
     """Which tokens of a step `rank` computes: those whose page of component 0 it owns.
 
-    Tables then hold global page numbers: owner * pages_per_rank + slot.
+    Tables then hold global page numbers: owner * pages_per_rank + slot. `copies`: as many ranks
+    hold every page, and page i of a row is computed by rank i mod copies; 0: pages have owners.
     """
 
     rank: int
     pages_per_rank: int
+    copies: int = 0
 
     def positions(self, row: RowPlan, tables: RowTables, page_size: int) -> _Ints | None:
         """The row's own positions, in order; None: all of them."""
         first = row.start // page_size
         end = pages_for_tokens(row.start + row.count, page_size)
         pages = tables.slots(row.row, end, first_page=first)
-        own = pages // self.pages_per_rank == self.rank
+        if self.copies:
+            own = np.arange(first, end) % self.copies == self.rank
+        else:
+            own = pages // self.pages_per_rank == self.rank
         if own.all():
             return None
         at: _Ints = np.arange(row.start, row.start + row.count, dtype=np.int64)
