@@ -161,10 +161,10 @@ class Tails:
         out: list[int] = []
         while len(out) < num_pages:
             pages = max(lists, key=len)
-            if pages:
-                out.append(pages.popitem(last=False)[0])
-            elif not self._give_up_a_tail():
+            if not pages and not self._give_up_a_tail():
                 break
+            while pages and len(out) < num_pages:
+                out.append(pages.popitem(last=False)[0])
         return out
 
     def ending_at(self, page: int) -> Tail | None:
