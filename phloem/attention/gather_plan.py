@@ -71,9 +71,9 @@ class BandedChunk:
 class DecodeBatch:
     """Rows with one new token each, padded to the longest.
 
-    `rows` (B,) in the flat batch; `index` (2, G, B, n); tokens low ... high - 1 of each row's
+    `rows` (B,) in the flat batch; `index` (J, G, B, n); tokens low ... high - 1 of each row's
     gather are keys. Where rows differ: `mask` (B, 1, 1, high - low) additive and `stale`, the rows
-    of the gather, seen as (2 * K * B * S, D), to zero.
+    of the gather, seen as (J * K * B * S, D), to zero.
     """
 
     rows: Tensor
@@ -177,7 +177,7 @@ class Planner:
             known = min(self._window - 1, max(before, 2 * known))
             keys, queries = torch.arange(-known, self._band), torch.arange(self._band)[:, None]
             hidden = (keys > queries) | (keys <= queries - self._window)
-            mask = torch.zeros(hidden.shape, dtype=self._buffer.data.dtype)
+            mask = torch.zeros(hidden.shape, dtype=self._buffer.dtype)
             self._mask = mask.masked_fill_(hidden, -torch.inf).to(self._device)
         return self._mask[:count, known - before : known + count]
 
@@ -190,8 +190,8 @@ class Planner:
 
     def _group(self, rows: list[_Keys]) -> list[list[_Keys]]:
         """Cut rows, sorted by length, where padding or memory would grow too large."""
-        data = self._buffer.data
-        token_bytes = 2 * self._buffer.num_kv_heads * self._buffer.head_dim * data.element_size()
+        width = self._buffer.num_sides * self._buffer.num_kv_heads * self._buffer.head_dim
+        token_bytes = width * self._buffer.dtype.itemsize
         groups: list[list[_Keys]] = []
         for row in rows:
             group = groups[-1] if groups else []
@@ -217,7 +217,7 @@ class Planner:
             unused = (tokens < lows[:, None]) | (tokens >= highs[:, None])  # (B, S)
             ends = np.array([len(row.slots) * size for row in group])
             stale = self._to_device(self._stale_rows(unused & (tokens < ends[:, None])))
-            mask = torch.zeros((len(group), 1, 1, high - low), dtype=self._buffer.data.dtype)
+            mask = torch.zeros((len(group), 1, 1, high - low), dtype=self._buffer.dtype)
             mask.masked_fill_(torch.from_numpy(unused[:, None, None, low:high]), -torch.inf)
             mask = mask.to(self._device)
         return DecodeBatch(
@@ -230,9 +230,10 @@ class Planner:
         )
 
     def _stale_rows(self, within: npt.NDArray[np.bool_]) -> _Ints:
-        """Rows of (2 * K, B * S) where `within` (B, S) is true, for every K and V head."""
+        """Rows of (J * K, B * S) where `within` (B, S) is true, for every K and V head."""
         tokens = np.flatnonzero(within)
-        heads = np.arange(2 * self._buffer.num_kv_heads, dtype=np.int64) * within.size
+        rows = self._buffer.num_sides * self._buffer.num_kv_heads
+        heads = np.arange(rows, dtype=np.int64) * within.size
         return np.ascontiguousarray((heads[:, None] + tokens).reshape(-1))
 
     def _to_device(self, array: _Ints) -> Tensor:

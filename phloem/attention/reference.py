@@ -49,12 +49,8 @@ class ReferenceAttention(AttentionBackend[RaggedBatch]):
         return out.flatten(1)
 
     def write(self, layer: int, k: Tensor, v: Tensor, meta: RaggedBatch) -> None:
-        size = meta.page_size
-        for span in meta.spans:
-            for i, pos in enumerate(span.positions().tolist(), span.first):
-                if pos < span.write_from:
-                    continue
-                page = span.pages(pos // size, pos // size + 1)
-                index = self._buffer.token_index(page, np.array([pos % size]))
-                where = torch.from_numpy(index).to(k.device)
-                self._ops.write_kv(self._buffer, layer, k[i : i + 1], v[i : i + 1], where)
+        written = meta.written()
+        which = np.arange(meta.num_tokens) if written is None else written
+        offsets = meta.positions() % meta.page_size
+        index = self._buffer.token_index(meta.token_slots()[which], offsets[which])
+        self._ops.write_kv(self._buffer, layer, k[which], v[which], torch.from_numpy(index))

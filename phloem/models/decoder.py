@@ -16,6 +16,7 @@ from phloem.config.model import Activation, ModelConfig, RopeConfig
 from phloem.kernels import Ops
 from phloem.layers import DecoderWeights, LayerWeights, RopeTable
 from phloem.models.forward import pass_layers
+from phloem.models.latent import latent_qkv
 
 __all__ = ["MLP_CHUNK_TOKENS", "Decoder"]
 
@@ -87,7 +88,7 @@ class Decoder:
     def _rope_table(self, rope: RopeConfig, num_positions: int) -> RopeTable:
         return RopeTable(
             rope,
-            head_dim=self.config.head_dim,
+            head_dim=self.config.rope_dim,
             num_positions=num_positions,
             device=self.weights.embedding.device,
         )
@@ -107,6 +108,8 @@ class Decoder:
     ) -> tuple[Tensor, Tensor, Tensor]:
         config, ops = self.config, self._ops
         normed = ops.rms_norm(x, layer.attn_norm, config.norm_eps)
+        if config.mla is not None:
+            return latent_qkv(normed, layer, cos, sin, ops=ops, mla=config.mla)
         heads, kv_heads = config.num_heads, config.num_kv_heads
         qkv = ops.linear(normed, layer.qkv.weight, layer.qkv.bias)
         qkv = qkv.view(x.shape[0], heads + 2 * kv_heads, config.head_dim)

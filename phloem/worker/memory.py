@@ -32,7 +32,7 @@ def activation_bytes(
     logits of the rows of one pass. All of it is linear in the chunk: no matrix of tokens by
     tokens exists, and no logits that nobody asked for.
     """
-    width = dtype.num_bytes
+    width = dtype.part_bytes(1)
     qkv = config.q_size + 2 * config.kv_size
     per_token = width * (2 * config.hidden_size + 2 * qkv + 2 * config.kv_size + 3 * config.q_size)
     per_token += _FP32 * (2 * (config.q_size + config.kv_size) + 4 * config.q_size)

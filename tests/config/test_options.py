@@ -64,6 +64,7 @@ def test_yaml_can_hold_every_flag(tmp_path: Path) -> None:
         "eviction_policy": "lru",
         "window_pool_ratio": 0.25,
         "window_checkpoint": 512,
+        "kv_dtype": "fp8",
         "host_memory": "1GB",
         "write_policy": "write_back",
         "prefetch_policy": "timeout",

@@ -67,13 +67,14 @@ class Ranks:
         self.num_ranks, self.page_size, self.pages_per_rank = num_ranks, page_size, pages_per_rank
         specs = kv_specs(self.config, dtype=dtype, page_size=page_size)
         counts = [num_ranks * pages_per_rank] * len(specs)
-        self.pools = make_pools(specs, counts, CPU)
+        torch_dtype = {KVDtype.FP32: torch.float32, KVDtype.BF16: torch.bfloat16}[dtype]
+        self.pools = make_pools(specs, counts, CPU, dtype=torch_dtype)
         for pool in self.pools:
             pool.fill_nan(np.arange(pool.num_pages))
         options = ForwardOptions(
             kernels=kernels,
             quantisation=Quantisation.NONE,
-            dtype={KVDtype.FP32: torch.float32, KVDtype.BF16: torch.bfloat16}[dtype],
+            dtype=torch_dtype,
             device=CPU,
             threads=1,
             num_positions=NUM_POSITIONS,

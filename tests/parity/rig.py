@@ -19,7 +19,7 @@ import functools
 import hashlib
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ NAMESPACE = make_namespace(model="tiny")
 
 
 @functools.cache
-def versions_of(path: Path, page_size: int) -> Versions:
+def versions_of(path: Path, page_size: int, kv_dtype: str = "auto") -> Versions:
     """Of one model, over all engines of a test (`conftest` forgets them): storage outlives them."""
     return Versions()
 
@@ -216,10 +216,11 @@ class Rig:
         kernels: str = "auto",
         ranks: int = 1,
         placement: str = "striped",
+        kv_dtype: str = "auto",
     ) -> None:
         """With `ranks`, threads of this process that share all these pages."""
         self.page_size = page_size
-        self.versions = versions_of(path, page_size)
+        self.versions = versions_of(path, page_size, kv_dtype)
         self._sequences: dict[int, bytearray] = {}  # tokens by serial
         self.logits: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
         self._lock = threading.Lock()  # ranks capture at the same time
@@ -239,6 +240,7 @@ class Rig:
             window_pages=window_pages,
             window_host_pages=window_host_pages,
             kernels=kernels,
+            kv_dtype=kv_dtype,
         )
         self.recorder = Recorder(self.loaded)
         self.ranks = ranks
@@ -377,11 +379,12 @@ class Rig:
 class Cold:
     """Answers and logits with nothing cached; remembered by sequence."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, **options: Any) -> None:
+        self._path, self._options = path, options
         self.continuation = functools.lru_cache(maxsize=None)(self._continuation)
         self.logits = functools.lru_cache(maxsize=None)(self._logits)
-        self._rig = Rig(path, page_size=16, num_pages=MAX_LEN // 16 + 1, prefix_cache=False)
+        shape = {"page_size": 16, "num_pages": MAX_LEN // 16 + 1, "prefix_cache": False}
+        self._rig = Rig(path, **shape, **options)
 
     def answer(self, prompt: list[int], max_tokens: int) -> list[int]:
         """The greedy continuation."""
@@ -398,11 +401,18 @@ class Cold:
         return torch.stack([by_position[i] for i in range(len(sequence))])
 
     def page_bytes(self, sequence: list[int], page_size: int) -> list[list[torch.Tensor]]:
-        """KV of every full page of `sequence`, by component, computed from nothing: the audit's
-        reference. A worker alone, in one chunk: no cache that could let go of window pages."""
+        """KV of every full page of `sequence` as numbers, by component."""
+        pages = self.raw_pages(sequence, page_size)
+        return [[_floats(page) for page in each] for each in pages]
+
+    def raw_pages(self, sequence: list[int], page_size: int) -> list[list[bytes]]:
+        """The bytes of every full page of `sequence`, by component, computed from nothing: the
+        audit's reference. A worker alone, in one chunk: no cache that could let go of window
+        pages."""
         num_pages = len(sequence) // page_size
         hooks = Hooks(nan_fill=True)
-        loaded = _load(self._path, page_size, num_pages + 1, hooks, inline=True)
+        options = {**self._options, "inline": True}
+        loaded = _load(self._path, page_size, num_pages + 1, hooks, **options)
         components = range(len(loaded.specs))
         refs = np.arange(num_pages + 1, dtype=np.int64)
         tokens = tokens_to_bytes(sequence[: num_pages * page_size])
@@ -428,7 +438,7 @@ class Cold:
         )
         loaded.worker.submit(plan)
         loaded.worker.collect()
-        pages = [[_floats(loaded.worker.read_page(p, c)) for p in refs[:-1]] for c in components]
+        pages = [[loaded.worker.read_page(p, c) for p in refs[:-1]] for c in components]
         loaded.worker.close()
         return pages
 
@@ -476,18 +486,9 @@ def tokens_of(init: RowInit) -> list[int]:
 def check_pages(rig: Rig, cold: Cold) -> int:
     """The audit: recompute every leaf's path and compare every page of it; every copy is, to the
     bit, what was computed once. Returns how many pages were compared."""
-    tree = rig.cache.state.tree
     num_compared = 0
-    for leaf in [n for n in tree.nodes.values() if n is not tree.root and not n.children]:
-        path = []
-        node = leaf
-        while node is not tree.root:
-            path.append(node)
-            node = node.parent
-        path.reverse()
-        packed = b"".join(n.key for n in path)
+    for leaf, packed, places in leaves(rig):
         tokens = np.frombuffer(packed, dtype="<i4").tolist()
-        places = [(node, page) for node in path for page in range(node.num_pages)]
         for component, pages in enumerate(cold.page_bytes(tokens, rig.page_size)):
             for page, ((node, number), expected) in enumerate(zip(places, pages, strict=True)):
                 copies = copies_of(rig, node, number, component)
@@ -502,14 +503,33 @@ def check_pages(rig: Rig, cold: Cold) -> int:
     return num_compared
 
 
+def leaves(rig: Rig) -> Iterator[tuple[Any, bytes, list[tuple[Any, int]]]]:
+    """Every leaf: the tokens from the root to its end, and the (node, number) of each page."""
+    tree = rig.cache.state.tree
+    for leaf in [n for n in tree.nodes.values() if n is not tree.root and not n.children]:
+        path = []
+        node = leaf
+        while node is not tree.root:
+            path.append(node)
+            node = node.parent
+        path.reverse()
+        places = [(node, page) for node in path for page in range(node.num_pages)]
+        yield leaf, b"".join(n.key for n in path), places
+
+
 def copies_of(rig: Rig, node: Any, page: int, component: int = 0) -> dict[str, torch.Tensor]:
+    """A page of a node wherever it is, by place, as numbers."""
+    return {place: _floats(data) for place, data in raw_copies(rig, node, page, component).items()}
+
+
+def raw_copies(rig: Rig, node: Any, page: int, component: int = 0) -> dict[str, bytes]:
     """A page of a node wherever it is, by place; window state may be nowhere."""
     out = {}
     held = node.extra[component - 1] if component else node
     if held.refs and (ref := held.ref_list()[page]) != ABSENT:
-        out[f"slot {slot_of(ref)}"] = read_page(rig, ref, component)
+        out[f"slot {slot_of(ref)}"] = rig.loaded.worker.read_page(ref, component)
     if held.host and (slot := held.host_list()[page]) != ABSENT:
-        out[f"host slot {slot}"] = _floats(rig.loaded.hosts[component].read_page(slot))
+        out[f"host slot {slot}"] = rig.loaded.hosts[component].read_page(slot)
     return out
 
 
