@@ -30,7 +30,7 @@ from phloem.worker.runner import Hooks, Runner
 from phloem.worker.sampled import SampledTokens
 from phloem.worker.torch_worker import InlineWorker, TorchWorker
 
-__all__ = ["LoadedWorker", "WorkerOptions", "load_worker"]
+__all__ = ["LoadedWorker", "WorkerOptions", "kv_dtype_of", "load_worker"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ def load_worker(
     config = read_model_config(path)
     max_len = _max_model_len(options, config)
     how = _forward_options(options, config, num_positions=max_len)
-    specs = kv_specs(config, dtype=_kv_dtype(options), page_size=options.page_size)
+    specs = kv_specs(config, dtype=kv_dtype_of(options), page_size=options.page_size)
     num_pages = _device_pages(options, specs)
     pools = make_pools(specs, num_pages, device, dtype=how.dtype, place=place)
     hosts, transfers = host_tier(
@@ -178,7 +178,7 @@ def _forward_options(
 ) -> ForwardOptions:
     device, quantisation = _device(options.device), quantisation_of(options.quantization)
     dtype = _dtype(options.dtype)
-    lacking = native_reads(_kv_dtype(options), dtype)
+    lacking = native_reads(kv_dtype_of(options), dtype)
     return ForwardOptions(
         kernels=choose_kernels(options.kernels, device, config, quantisation, lacking=lacking),
         quantisation=quantisation,
@@ -240,7 +240,8 @@ def _dtype(name: str, *, packed: bool = False) -> KVDtype:
     return known[name]
 
 
-def _kv_dtype(options: WorkerOptions) -> KVDtype:
+def kv_dtype_of(options: WorkerOptions) -> KVDtype:
+    """In what pages are stored. Raises ConfigError."""
     name = options.dtype if options.kv_dtype == "auto" else options.kv_dtype
     return _dtype(name, packed=True)
 
