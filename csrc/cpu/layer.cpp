@@ -1,4 +1,4 @@
-// One decoder layer in one call.
+// One decoder layer in one call, or in two with a meeting of ranks between them.
 //
 //   hidden -> norm -> q|k|v -> RoPE, K and V into pages -> attention over pages -> o (+ hidden)
 //          -> norm -> act(gate) * up -> down (+ hidden)
@@ -75,7 +75,7 @@ struct Layer {
         run_gemm(ctx, args);
     }
 
-    void attend() const {
+    void rope_and_write() const {
         phloem_rope_args rope{};
         rope.q = qkv;
         rope.k = qkv + q_dim;
@@ -90,7 +90,9 @@ struct Layer {
         rope.rotary_dim = layer.rotary_dim;
         rope.norm_eps = layer.norm_eps;
         run_rope(ctx, rope, kv, batch);
+    }
 
+    void attend() const {
         phloem_attention_args attention{};
         attention.q = attention.out = qkv;  // a task reads its queries before it writes them
         attention.q_stride = attention.out_stride = qkv_dim;
@@ -107,12 +109,15 @@ struct Layer {
             f(row, std::min<int64_t>(kChunkRows, batch.num_tokens - row));
     }
 
-    void run() {
-        qkv = ctx.qkv.get<float>(batch.num_tokens * qkv_dim);
+    void project() const {
         chunks([&](int64_t row, int64_t rows) {
             to_workspace(norm(row, rows, layer.attn_norm), layer.qkv, rows, qkv + row * qkv_dim,
                          PHLOEM_GATE_NONE);
         });
+        rope_and_write();
+    }
+
+    void finish() const {
         attend();
         chunks([&](int64_t row, int64_t rows) {
             to_hidden(qkv + row * qkv_dim, qkv_dim, layer.o, layer.post_attn_norm, row, rows);
@@ -147,14 +152,10 @@ int32_t check_layer(const phloem_layer &layer, const phloem_kv_layer &kv) {
     return PHLOEM_OK;
 }
 
-}  // namespace
-}  // namespace phloem
-
-using namespace phloem;
-
-extern "C" int32_t phloem_layer_forward(phloem_ctx *ctx, const phloem_layer *layer,
-                                        const phloem_kv_layer *kv, const phloem_batch *batch,
-                                        void *hidden, int32_t dtype) {
+// The checks of all calls below, then f(layer); qkv null: in the workspace.
+template <class F>
+int32_t with_layer(phloem_ctx *ctx, const phloem_layer *layer, const phloem_kv_layer *kv,
+                   const phloem_batch *batch, void *hidden, int32_t dtype, float *qkv, const F &f) {
     if (!ctx || !layer || !kv || !batch) return fail(PHLOEM_E_ARG, "layer: null pointer");
     if (int32_t code = check_batch(*kv, *batch, layer->window)) return code;
     if (batch->num_tokens == 0) return PHLOEM_OK;
@@ -166,13 +167,43 @@ extern "C" int32_t phloem_layer_forward(phloem_ctx *ctx, const phloem_layer *lay
             return fail(PHLOEM_E_ARG, "layer: position %d, tables end at %lld",
                         batch->positions[i], (long long)layer->max_position);
     const int64_t q_dim = (int64_t)layer->num_heads * kv->head_dim;
-    const int64_t kv_dim = (int64_t)kv->num_kv_heads * kv->head_dim;
+    const int64_t kv_dim = (int64_t)kv->num_kv_heads * kv->head_dim, qkv_dim = q_dim + 2 * kv_dim;
     try {
-        Layer{*ctx, *layer, *kv, *batch, (char *)hidden, dtype, q_dim, kv_dim,
-              q_dim + 2 * kv_dim, nullptr}
-            .run();
+        if (!qkv) qkv = ctx->qkv.get<float>(batch->num_tokens * qkv_dim);
+        f(Layer{*ctx, *layer, *kv, *batch, (char *)hidden, dtype, q_dim, kv_dim, qkv_dim, qkv});
     } catch (const std::exception &error) {
         return fail(PHLOEM_E_MEMORY, "layer: %s", error.what());
     }
     return PHLOEM_OK;
 }
+
+}  // namespace
+}  // namespace phloem
+
+using namespace phloem;
+
+extern "C" {
+
+int32_t phloem_layer_forward(phloem_ctx *ctx, const phloem_layer *layer, const phloem_kv_layer *kv,
+                             const phloem_batch *batch, void *hidden, int32_t dtype) {
+    return with_layer(ctx, layer, kv, batch, hidden, dtype, nullptr, [](const Layer &whole) {
+        whole.project();
+        whole.finish();
+    });
+}
+
+int32_t phloem_layer_project(phloem_ctx *ctx, const phloem_layer *layer, const phloem_kv_layer *kv,
+                             const phloem_batch *batch, void *hidden, int32_t dtype, float *qkv) {
+    if (!qkv) return fail(PHLOEM_E_ARG, "layer: null qkv");
+    return with_layer(ctx, layer, kv, batch, hidden, dtype, qkv,
+                      [](const Layer &whole) { whole.project(); });
+}
+
+int32_t phloem_layer_finish(phloem_ctx *ctx, const phloem_layer *layer, const phloem_kv_layer *kv,
+                            const phloem_batch *batch, void *hidden, int32_t dtype, float *qkv) {
+    if (!qkv) return fail(PHLOEM_E_ARG, "layer: null qkv");
+    return with_layer(ctx, layer, kv, batch, hidden, dtype, qkv,
+                      [](const Layer &whole) { whole.finish(); });
+}
+
+}  // extern "C"

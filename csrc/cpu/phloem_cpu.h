@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define PHLOEM_ABI_VERSION 3
+#define PHLOEM_ABI_VERSION 4
 
 enum { PHLOEM_OK = 0, PHLOEM_E_ARG = -1, PHLOEM_E_MEMORY = -2, PHLOEM_E_ISA = -3 };
 enum { PHLOEM_F32 = 0, PHLOEM_BF16 = 1 };
@@ -67,7 +67,7 @@ typedef struct {
 } phloem_kv_layer;
 
 /* A ragged batch: row r owns tokens row_start[r] ... row_start[r+1]-1 of the step; `positions` are
- * absolute and grow within a row; token at position p reads positions read_from[r] ... p (the last
+ * absolute and never fall within a row, with gaps where other ranks compute; token at position p reads positions read_from[r] ... p (the last
  * `window` of them if window > 0). `tables`: slots of a row's pages from page base[r] on,
  * table_stride apart; those of positions that are not read may be anything. K and V of positions
  * below write_from[r] are in the pages already and are not written. */
@@ -168,6 +168,15 @@ PHLOEM_API int32_t phloem_attention(phloem_ctx *ctx, const phloem_attention_args
 PHLOEM_API int32_t phloem_layer_forward(phloem_ctx *ctx, const phloem_layer *layer,
                                         const phloem_kv_layer *kv, const phloem_batch *batch,
                                         void *hidden, int32_t dtype);
+/* The same in two calls, for who must know that K and V are written before any are read: up to
+ * their write, and from attention on. qkv (num_tokens, (num_heads + 2 num_kv_heads) head_dim) is
+ * the caller's, written by the first call, read and overwritten by the second one. */
+PHLOEM_API int32_t phloem_layer_project(phloem_ctx *ctx, const phloem_layer *layer,
+                                        const phloem_kv_layer *kv, const phloem_batch *batch,
+                                        void *hidden, int32_t dtype, float *qkv);
+PHLOEM_API int32_t phloem_layer_finish(phloem_ctx *ctx, const phloem_layer *layer,
+                                       const phloem_kv_layer *kv, const phloem_batch *batch,
+                                       void *hidden, int32_t dtype, float *qkv);
 /* First index of the greatest logit of each row (m, n); -1 if the row has a NaN. */
 PHLOEM_API int32_t phloem_argmax(phloem_ctx *ctx, const void *x, int32_t dtype, int64_t m,
                                  int64_t n, int64_t stride, int64_t *out);

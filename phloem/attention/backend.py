@@ -14,10 +14,25 @@ MetaT = TypeVar("MetaT")
 
 
 class AttentionBackend(Protocol, Generic[MetaT]):
-    """Attention over the pages of one component: `plan` once per step, `run` once per layer."""
+    """Attention over the pages of one component: `plan` once per step, `run` once per layer.
+
+    `layer` counts within the component. Where ranks share requests, all of them write before any
+    of them attends.
+    """
 
     def plan(self, batch: RaggedBatch) -> MetaT:
         """Index tensors of one step; nothing in them depends on the layer."""
+        ...
+
+    def write(self, layer: int, k: Tensor, v: Tensor, meta: MetaT) -> None:
+        """Write k and v (N, K, D) to their pages."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, meta: MetaT, *, sinks: Tensor | None = None) -> Tensor:
+        """Attention of q (N, H, D) over the pages: (N, H * D).
+
+        `sinks` (H,): each head's score of no token.
+        """
         ...
 
     def run(
@@ -30,8 +45,6 @@ class AttentionBackend(Protocol, Generic[MetaT]):
         *,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """q (N, H, D), k and v (N, K, D): write k and v to their pages, attend: (N, H * D).
-
-        `layer` counts within the component. `sinks` (H,): each head's score of no token.
-        """
-        ...
+        """Write, then attend."""
+        self.write(layer, k, v, meta)
+        return self.attend(layer, q, meta, sinks=sinks)

@@ -5,10 +5,17 @@ One component's view of a span: its pages, what it may read, what it must not wr
     pages       base ... base + len(slots)
     positions   read_from ... start ... end      read_from <= start: queries see nothing below it
                           write_from             K and V below it are in the pages already
+
+Where several ranks share a request, a rank's span holds only the tokens whose pages it owns. Its
+queries see all the others' pages in between, since a rank attends when all have written.
+
+    pages       |  r0  |  r1  |  r0  |  r1  |       of rank 0: one span of two runs
+    tokens      |......|      |......|
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,15 +24,18 @@ import numpy.typing as npt
 __all__ = ["RaggedBatch", "RowSpan"]
 
 _Ints = npt.NDArray[np.int64]
+_NO_INTS: _Ints = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """Tokens at absolute positions start ... start + count - 1 of one request.
+    """`count` tokens of one request, at absolute positions from `start` on.
 
-    `first` is the index of the span's first token in the flat batch. `slots` are the request's
-    pages in order from page `base` on, at least from the first position that is read up to the
-    last one of the span. Pages of positions below `read_from` may be anything.
+    `at` (count,): their positions, where they do not follow one another; they never fall, and
+    at[0] == start. None: start ... start + count - 1. `first` is the index of the span's first
+    token in the flat batch. `slots` are the request's pages in order from page `base` on, at least
+    from the first position that is read up to the last one of the span. Pages of positions below
+    `read_from` may be anything.
     """
 
     first: int
@@ -35,10 +45,28 @@ class RowSpan:
     base: int = 0
     read_from: int = 0
     write_from: int = 0
+    at: _Ints | None = None
 
     @property
     def end(self) -> int:
-        return self.start + self.count
+        """The position after the last one."""
+        return self.start + self.count if self.at is None else int(self.at[-1]) + 1
+
+    def positions(self) -> _Ints:
+        """The absolute position of each token, (count,)."""
+        if self.at is None:
+            return np.arange(self.start, self.start + self.count, dtype=np.int64)
+        return self.at
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """(index within the span, first position, number of tokens) of runs without gaps."""
+        if self.at is None:
+            yield 0, self.start, self.count
+            return
+        borders = np.flatnonzero(np.diff(self.at) != 1) + 1
+        lows = [0, *borders.tolist()]
+        for low, high in zip(lows, [*lows[1:], self.count], strict=True):
+            yield low, int(self.at[low]), high - low
 
     def pages(self, low: int, high: int) -> _Ints:
         """The slots of pages low ... high - 1 of the request."""
@@ -63,24 +91,20 @@ class RaggedBatch:
 
     def positions(self) -> _Ints:
         """The absolute position of every token, (N,)."""
-        return np.concatenate([np.arange(s.start, s.end, dtype=np.int64) for s in self.spans])
+        return _joined([span.positions() for span in self.spans])
 
     def token_slots(self) -> _Ints:
         """The page slot of every token, (N,)."""
-        return np.concatenate(
-            [
-                s.slots[np.arange(s.start, s.end, dtype=np.int64) // self.page_size - s.base]
-                for s in self.spans
-            ]
-        )
+        return _joined([s.slots[s.positions() // self.page_size - s.base] for s in self.spans])
 
     def written(self) -> _Ints | None:
         """Indices of the tokens whose K and V are written; None if they all are."""
         if all(s.write_from <= s.start for s in self.spans):
             return None
-        return np.concatenate(
-            [
-                np.arange(s.first + min(max(s.write_from - s.start, 0), s.count), s.first + s.count)
-                for s in self.spans
-            ]
-        ).astype(np.int64)
+        return _joined(
+            [s.first + np.flatnonzero(s.positions() >= s.write_from) for s in self.spans]
+        )
+
+
+def _joined(parts: list[_Ints]) -> _Ints:
+    return np.concatenate(parts) if parts else _NO_INTS

@@ -10,14 +10,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from phloem.attention.backend import AttentionBackend
 from phloem.attention.batch import RaggedBatch
-from phloem.attention.gather_plan import BandedChunk, Block, Chunk, DecodeBatch, GatherPlan, Planner
+from phloem.attention.gather_plan import (
+    Band,
+    BandedChunk,
+    Block,
+    Chunk,
+    DecodeBatch,
+    GatherPlan,
+    Planner,
+)
 from phloem.kernels import KVBuffer, Ops, Scoring, add_sinks, merge_partials
 
 __all__ = ["GatherAttention"]
 
 
-class GatherAttention:
+class GatherAttention(AttentionBackend[GatherPlan]):
     """Ragged prefill chunks and decodes over the pages of `buffer`, of dtype `dtype`.
 
     `scoring` None: products divided by the root of the head dimension.
@@ -39,19 +48,14 @@ class GatherAttention:
         """Raises nothing; `batch` comes from the step plan and is trusted."""
         return self._planner.plan(batch)
 
-    def run(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        meta: GatherPlan,
-        *,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def write(self, layer: int, k: Tensor, v: Tensor, meta: GatherPlan) -> None:
         if meta.written is not None:
             k, v = k.index_select(0, meta.written), v.index_select(0, meta.written)
         self._ops.write_kv(self._buffer, layer, k, v, meta.write_index)
+
+    def attend(
+        self, layer: int, q: Tensor, meta: GatherPlan, *, sinks: Tensor | None = None
+    ) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for chunk in meta.chunks:
             span = slice(chunk.first, chunk.first + chunk.count)
@@ -61,7 +65,7 @@ class GatherAttention:
             self._run_banded(layer, q[span], out[span], banded, sinks)
         for decode in meta.decodes:
             self._run_decode(layer, q, out, decode, sinks)
-        return out.view(q.shape[0], -1)
+        return out.flatten(1)
 
     # A row's K and V are (K, S, D); heads of a group share them, so they are viewed as
     # (K, rep, S, D) without a copy, K as the batch: q of a chunk is (K, rep, L, D).
@@ -71,7 +75,11 @@ class GatherAttention:
     ) -> None:
         queries = self._by_group(q)
         kv = self._gather(layer, chunk.own, queries.shape[1])
-        part, lse = self._ops.attend(queries, kv[0], kv[1], self._scoring, causal=True)
+        if chunk.bands:
+            parts = [self._attend_band(queries, kv, band) for band in chunk.bands]
+            part, lse = (torch.cat(x, dim=2) for x in zip(*parts, strict=True))
+        else:
+            part, lse = self._ops.attend(queries, kv[0], kv[1], self._scoring, causal=True)
         for block in chunk.earlier:
             kv = self._gather(layer, block, queries.shape[1])
             other, other_lse = self._ops.attend(queries, kv[0], kv[1], self._scoring)
@@ -84,16 +92,21 @@ class GatherAttention:
         queries = self._by_group(q)
         kv = self._gather(layer, chunk.block, queries.shape[1])
         for band in chunk.bands:
-            keys = kv[:, :, :, band.key_low : band.key_high]
-            part, lse = self._ops.attend(
-                queries[:, :, band.low : band.high],
-                keys[0],
-                keys[1],
-                self._scoring,
-                causal=band.mask is None,
-                mask=band.mask,
-            )
+            part, lse = self._attend_band(queries, kv, band)
             self._put(out[band.low : band.high], part, lse, sinks)
+
+    def _attend_band(self, queries: Tensor, kv: Tensor, band: Band) -> tuple[Tensor, Tensor]:
+        """The band's queries over its keys in kv (2, K, rep, S, D)."""
+        q, causal = queries[:, :, band.low : band.high], band.mask is None
+        keys = kv[:, :, :, band.key_low : band.key_high]
+        part, lse = self._ops.attend(
+            q, keys[0], keys[1], self._scoring, causal=causal, mask=band.mask
+        )
+        if band.clear:
+            keys = kv[:, :, :, band.key_low - band.clear : band.key_low]
+            other, other_lse = self._ops.attend(q, keys[0], keys[1], self._scoring)
+            part, lse = merge_partials(part, lse, other, other_lse)
+        return part, lse
 
     def _by_group(self, q: Tensor) -> Tensor:
         count, heads, dim = q.shape

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from phloem.attention.bands import Band, StripedBands
 from phloem.attention.batch import RaggedBatch, RowSpan
 from phloem.kernels import KVBuffer
 
@@ -46,26 +47,14 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One row with several new tokens: `own` holds the chunk itself."""
+    """One row with several new tokens: `own` holds them, and what other ranks compute between them;
+    then `bands` say who sees what there. No bands: causally."""
 
     first: int
     count: int
     own: Block
     earlier: tuple[Block, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Band:
-    """Queries low ... high - 1 of a chunk over keys key_low ... key_high - 1 of its block.
-
-    `mask` (queries, keys), additive; None: causal, as many keys as queries.
-    """
-
-    low: int
-    high: int
-    key_low: int
-    key_high: int
-    mask: Tensor | None
+    bands: tuple[Band, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +112,7 @@ class Planner:
         self._buffer, self._window = buffer, window
         self._device = buffer.data.device
         self._band = MIN_BAND if window is None else min(MAX_BAND, max(MIN_BAND, window))
+        self._striped = StripedBands(window, self._band, buffer.data)
         self._mask = torch.zeros((0, 0))  # of a whole band, over as many keys as were needed so far
 
     def plan(self, batch: RaggedBatch) -> GatherPlan:
@@ -149,7 +139,8 @@ class Planner:
         borders = range(span.earliest(None), span.start, step)
         earlier = tuple(self._block(span, low, min(low + step, span.start)) for low in borders)
         own = self._block(span, span.start, span.end)
-        return Chunk(span.first, span.count, own, earlier)
+        bands = () if span.at is None else self._striped.bands(span, span.at)
+        return Chunk(span.first, span.count, own, earlier, bands)
 
     def _block(self, span: RowSpan, low: int, high: int) -> Block:
         size = self._buffer.page_size
@@ -160,6 +151,9 @@ class Planner:
     def _banded(self, span: RowSpan) -> BandedChunk:
         assert self._window is not None, "bands are cut by the window"
         lowest = span.earliest(self._window)
+        if span.at is not None:
+            block = self._block(span, lowest, span.end)
+            return BandedChunk(span.first, span.count, block, self._striped.bands(span, span.at))
         bands = []
         for low in range(span.start, span.end, self._band):
             high = min(low + self._band, span.end)

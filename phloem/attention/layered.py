@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -43,7 +43,15 @@ class LayeredAttention:
         meta: Sequence[Any],
         *,
         sinks: Tensor | None = None,
+        on_written: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """As `AttentionBackend.run`; `layer` counts within the model."""
+        """As `AttentionBackend.run`; `layer` counts within the model.
+
+        `on_written` is called with it when K and V are in their pages, before any are read.
+        """
         component, index = self._places[layer]
-        return self._backends[component].run(index, q, k, v, meta[component], sinks=sinks)
+        backend, plan = self._backends[component], meta[component]
+        backend.write(index, k, v, plan)
+        if on_written is not None:
+            on_written(layer)
+        return backend.attend(index, q, plan, sinks=sinks)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phloem.attention.backend import AttentionBackend
 from phloem.attention.batch import RaggedBatch
 from phloem.attention.gather_plan import Block, Chunk, DecodeBatch, GatherPlan, Planner
 from phloem.config.mla import MLAConfig
@@ -59,7 +60,7 @@ class _Part:
     causal: bool
 
 
-class MLAAttention:
+class MLAAttention(AttentionBackend[GatherPlan]):
     """Ragged prefill chunks and decodes over the rows of `buffer`, which has one side.
 
     `up[l]` (H * (nope + E), C) makes keys and values of layer l of its latents. `way`: None for the
@@ -84,21 +85,17 @@ class MLAAttention:
         """Raises nothing; `batch` comes from the step plan and is trusted."""
         return self._planner.plan(batch)
 
-    def run(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        meta: GatherPlan,
-        *,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """q (N, H, D) and rows k (N, 1, C + R), of which v is a part: (N, H * E)."""
-        assert sinks is None, "latent attention has no sinks"
+    def write(self, layer: int, k: Tensor, v: Tensor, meta: GatherPlan) -> None:
+        """Rows k (N, 1, C + R), of which v is a part."""
         if meta.written is not None:
             k, v = k.index_select(0, meta.written), v.index_select(0, meta.written)
         self._ops.write_kv(self._buffer, layer, k, v, meta.write_index)
+
+    def attend(
+        self, layer: int, q: Tensor, meta: GatherPlan, *, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q (N, H, D): (N, H * E)."""
+        assert sinks is None, "latent attention has no sinks"
         up = self._up[layer].view(q.shape[1], self._mla.up_dim, self._mla.kv_rank)
         out = q.new_empty((*q.shape[:2], self._mla.v_dim))
         for chunk in meta.chunks:
@@ -106,7 +103,7 @@ class MLAAttention:
             self._run_chunk(layer, q[span], out[span], chunk, up)
         for decode in meta.decodes:
             self._run_decode(layer, q, out, decode, up)
-        return out.view(q.shape[0], -1)
+        return out.flatten(1)
 
     def _run_chunk(self, layer: int, q: Tensor, out: Tensor, chunk: Chunk, up: Tensor) -> None:
         """`out` (n, H, E) of queries (n, H, D), part by part, merged by log-sum-exp."""
@@ -119,9 +116,12 @@ class MLAAttention:
             own = block is chunk.own
             pairs = count * len(rows) // (2 if own else 1)
             way = self._way or cheaper_way(self._mla, queries=count, keys=len(rows), pairs=pairs)
-            if way is Way.ABSORBED:
+            if way is Way.ABSORBED or (own and chunk.bands):
                 absorbed = self._absorb(q, up) if absorbed is None else absorbed
-                found = [(slice(0, count), *self._attend_absorbed(absorbed, rows, up, own))]
+                if own:
+                    found = list(self._attend_own(absorbed, rows, up, chunk))
+                else:
+                    found = [(slice(0, count), *self._attend_absorbed(absorbed, rows, up))]
             else:
                 found = list(self._attend_expanded(q, rows, up, own))
             for queries, part, part_lse in found:
@@ -145,13 +145,39 @@ class MLAAttention:
         latents = mixed[..., : self._mla.kv_rank]
         return self._ops.heads_linear(latents, up[:, self._mla.nope_dim :])
 
+    def _attend_own(
+        self, absorbed: Tensor, rows: Tensor, up: Tensor, chunk: Chunk
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Absorbed queries over the chunk's own tokens, and those of other ranks between them.
+
+        Bands are always absorbed: to expand the same keys for each of them would cost more.
+        """
+        if not chunk.bands:
+            part = self._attend_absorbed(absorbed, rows, up, causal=True)
+            yield slice(0, chunk.count), *part
+        for band in chunk.bands:
+            mine, keys = slice(band.low, band.high), rows[band.key_low : band.key_high]
+            masked = self._attend_absorbed(
+                absorbed[mine], keys, up, causal=band.mask is None, mask=band.mask
+            )
+            yield mine, *masked
+            if band.clear:
+                clear = rows[band.key_low - band.clear : band.key_low]
+                yield mine, *self._attend_absorbed(absorbed[mine], clear, up)
+
     def _attend_absorbed(
-        self, absorbed: Tensor, rows: Tensor, up: Tensor, causal: bool
+        self,
+        absorbed: Tensor,
+        rows: Tensor,
+        up: Tensor,
+        *,
+        causal: bool = False,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Absorbed queries (n, H, C + R) over rows (S, C + R): (H, n, E), LSE (H, n)."""
         queries = absorbed.transpose(0, 1)[None]
         keys = rows.expand(1, queries.shape[1], -1, -1)  # a view: all heads share them
-        mixed, lse = self._ops.attend(queries, keys, keys, self._scoring, causal=causal)
+        mixed, lse = self._ops.attend(queries, keys, keys, self._scoring, causal=causal, mask=mask)
         return self._values(mixed[0].transpose(0, 1), up).transpose(0, 1), lse[0]
 
     def _attend_expanded(

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phloem.attention.backend import AttentionBackend
 from phloem.attention.batch import RaggedBatch, RowSpan
 from phloem.config.mla import MLAConfig
 from phloem.kernels import KVBuffer, Scoring
@@ -16,7 +17,7 @@ from phloem.kernels.reference import ReferenceOps
 __all__ = ["MLAReferenceAttention"]
 
 
-class MLAReferenceAttention:
+class MLAReferenceAttention(AttentionBackend[RaggedBatch]):
     """Slow. Its plan is the batch itself. Arguments as those of `MLAAttention`."""
 
     def __init__(
@@ -28,29 +29,27 @@ class MLAReferenceAttention:
     def plan(self, batch: RaggedBatch) -> RaggedBatch:
         return batch
 
-    def run(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        meta: RaggedBatch,
-        *,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """As `MLAAttention.run`."""
-        assert sinks is None, "latent attention has no sinks"
+    def write(self, layer: int, k: Tensor, v: Tensor, meta: RaggedBatch) -> None:
+        """As `MLAAttention.write`."""
         written = meta.written()
         which = np.arange(meta.num_tokens) if written is None else written
         offsets = meta.positions() % meta.page_size
         index = self._buffer.token_index(meta.token_slots()[which], offsets[which])
         self._ops.write_kv(self._buffer, layer, k[which], v[which], torch.from_numpy(index))
+
+    def attend(
+        self, layer: int, q: Tensor, meta: RaggedBatch, *, sinks: Tensor | None = None
+    ) -> Tensor:
+        """As `MLAAttention.attend`."""
+        assert sinks is None, "latent attention has no sinks"
         outs = [
-            self._attend(layer, q[span.first + i], span, span.start + i)
+            self._attend(layer, q[span.first + i], span, position)
             for span in meta.spans
-            for i in range(span.count)
+            for i, position in enumerate(span.positions().tolist())
         ]
-        return torch.stack(outs).reshape(q.shape[0], -1)
+        if not outs:
+            return q.new_empty((0, q.shape[1] * self._mla.v_dim))
+        return torch.stack(outs).flatten(1)
 
     def _attend(self, layer: int, q: Tensor, span: RowSpan, position: int) -> Tensor:
         """One query (H, D) over rows 0 ... position of its request: (H, E)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from phloem.attention.backend import AttentionBackend
 from phloem.attention.batch import RaggedBatch
 from phloem.kernels import KVBuffer, Scoring
 from phloem.kernels.native import NativeBatch, NativeKernels, kv_layer
@@ -12,7 +13,7 @@ from phloem.kernels.native import NativeBatch, NativeKernels, kv_layer
 __all__ = ["NativeAttention"]
 
 
-class NativeAttention:
+class NativeAttention(AttentionBackend[NativeBatch]):
     """Ragged prefill chunks and decodes over the pages of `buffer`, on the CPU.
 
     `scoring` None: products divided by the root of the head dimension.
@@ -41,29 +42,23 @@ class NativeAttention:
             np.array(starts, dtype=np.int32),
             batch.positions().astype(np.int32),
             tables,
-            np.array(bounds, dtype=np.int32).T,
+            np.array(bounds, dtype=np.int32).reshape(-1, 3).T,
         )
         self._kernels.check_batch(self._layers[0], native, 1 << 30, window=self._window)
         return native
 
-    def run(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        meta: NativeBatch,
-        *,
-        sinks: Tensor | None = None,
+    def write(self, layer: int, k: Tensor, v: Tensor, meta: NativeBatch) -> None:
+        self._kernels.rope_kv_write(None, (k, v), self._layers[layer], meta)
+
+    def attend(
+        self, layer: int, q: Tensor, meta: NativeBatch, *, sinks: Tensor | None = None
     ) -> Tensor:
-        kv = self._layers[layer]
-        self._kernels.rope_kv_write(None, (k, v), kv, meta)
         out = self._kernels.attention(
             q,
-            kv,
+            self._layers[layer],
             meta,
             window=self._window,
             sinks=None if sinks is None else sinks.float(),
             scoring=self._scoring,
         )
-        return out.view(q.shape[0], -1)
+        return out.flatten(1)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phloem.attention.backend import AttentionBackend
 from phloem.attention.batch import RaggedBatch
 from phloem.kernels import KVBuffer, Scoring
 from phloem.kernels.reference import ReferenceOps, paged_attention
@@ -15,7 +16,7 @@ from phloem.kernels.reference import ReferenceOps, paged_attention
 __all__ = ["ReferenceAttention"]
 
 
-class ReferenceAttention:
+class ReferenceAttention(AttentionBackend[RaggedBatch]):
     """Slow. Its plan is the batch itself. Arguments as those of `GatherAttention`."""
 
     def __init__(
@@ -28,35 +29,28 @@ class ReferenceAttention:
     def plan(self, batch: RaggedBatch) -> RaggedBatch:
         return batch
 
-    def run(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        meta: RaggedBatch,
-        *,
-        sinks: Tensor | None = None,
+    def attend(
+        self, layer: int, q: Tensor, meta: RaggedBatch, *, sinks: Tensor | None = None
     ) -> Tensor:
-        self._write(layer, k, v, meta)
-        parts = []
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for span in meta.spans:
-            out, _ = paged_attention(
-                q[span.first : span.first + span.count],
-                self._buffer,
-                layer,
-                dict(enumerate(span.slots.tolist(), span.base)),
-                span.start,
-                scoring=self._scoring,
-                earliest=partial(span.earliest, self._window),
-                sinks=sinks,
-            )
-            parts.append(out)
-        return torch.cat(parts).reshape(q.shape[0], -1)
+            for low, start, count in span.runs():
+                at = slice(span.first + low, span.first + low + count)
+                out[at], _ = paged_attention(
+                    q[at],
+                    self._buffer,
+                    layer,
+                    dict(enumerate(span.slots.tolist(), span.base)),
+                    start,
+                    scoring=self._scoring,
+                    earliest=partial(span.earliest, self._window),
+                    sinks=sinks,
+                )
+        return out.flatten(1)
 
-    def _write(self, layer: int, k: Tensor, v: Tensor, batch: RaggedBatch) -> None:
-        written = batch.written()
-        which = np.arange(batch.num_tokens) if written is None else written
-        offsets = batch.positions() % batch.page_size
-        index = self._buffer.token_index(batch.token_slots()[which], offsets[which])
+    def write(self, layer: int, k: Tensor, v: Tensor, meta: RaggedBatch) -> None:
+        written = meta.written()
+        which = np.arange(meta.num_tokens) if written is None else written
+        offsets = meta.positions() % meta.page_size
+        index = self._buffer.token_index(meta.token_slots()[which], offsets[which])
         self._ops.write_kv(self._buffer, layer, k[which], v[which], torch.from_numpy(index))

@@ -27,7 +27,7 @@ def check_invariants(cache: PrefixCache, *, idle: bool = False) -> None:
 def violations(cache: PrefixCache, *, idle: bool = False) -> list[str]:
     """Every broken rule, in words."""
     out: list[str] = []
-    for rule in (_shape, _edges, _locks, _pages, _tables, _counters, _order, _keys, _extras):
+    for rule in _RULES:
         out.extend(rule(cache))
     out.extend(host_violations(cache, idle=idle))
     out.extend(window_violations(cache, idle=idle))
@@ -116,14 +116,30 @@ def _pages(cache: PrefixCache) -> Iterator[str]:
         if owner >= len(allocators) or not allocators[owner].is_used(slot_of(ref)):
             yield f"page {ref} is in use but free"
     for allocator in cache.state.allocators:
-        used = sum(1 for ref in places if owner_of(ref) == allocator.owner)
         free = allocator.free_slots()
-        if used + allocator.num_free != allocator.capacity:
-            yield f"owner {allocator.owner}: {used} used + {allocator.num_free} free pages"
         if len(set(free)) != len(free) or any(allocator.is_used(slot) for slot in free):
             yield f"owner {allocator.owner}: the free list is wrong"
         if len(free) + allocator.capacity - allocator.num_touched != allocator.num_free:
             yield f"owner {allocator.owner}: the free list is too long or too short"
+
+
+def _owners(cache: PrefixCache) -> Iterator[str]:
+    """Free + evictable + locked = pool size, for each owner."""
+    evictable, locked = Counter[int](), Counter[int]()
+    for node in _nodes(cache.state.tree):
+        owners = map(owner_of, node.ref_list())
+        (locked if node.locks else evictable).update(owners)
+    for reservation in cache.leader.reservations:
+        locked.update(map(owner_of, reservation.refs[reservation.num_shared_pages :].tolist()))
+    for allocator in cache.state.allocators:
+        parts = (allocator.num_free, evictable[allocator.owner], locked[allocator.owner])
+        if sum(parts) != allocator.capacity:
+            yield (
+                f"owner {allocator.owner}: {parts[0]} free + {parts[1]} evictable + {parts[2]} "
+                f"locked pages are not {allocator.capacity}"
+            )
+    if sum(allocator.num_free for allocator in cache.state.allocators) != cache.free_pages:
+        yield f"{cache.free_pages} pages count as free, the allocators say otherwise"
 
 
 def _tables(cache: PrefixCache) -> Iterator[str]:
@@ -203,3 +219,6 @@ def _extras(cache: PrefixCache) -> Iterator[str]:
         for state in node.extra:
             if len(state.refs) != len(node.chain):
                 yield f"{node} has {len(state.refs) // REF_BYTES} places of a component"
+
+
+_RULES = (_shape, _edges, _locks, _pages, _owners, _tables, _counters, _order, _keys, _extras)

@@ -15,7 +15,7 @@ from phloem.cache.ghosts import Ghosts
 from phloem.cache.host_ledger import Backup, HostLedger
 from phloem.cache.match import Match
 from phloem.cache.node import REF_BYTES, Node
-from phloem.cache.placement import PlacementPolicy
+from phloem.cache.placement import Owners, PlacementPolicy, num_displaced, settle, take_shares
 from phloem.cache.reservation import Reservation
 from phloem.cache.residence import covered
 from phloem.cache.state import CacheState
@@ -44,6 +44,7 @@ class Leader:
         "backups",
         "demoted_pages",
         "evicted_pages",
+        "evicts_for_placement",
         "ghosts",
         "host",
         "log",
@@ -76,6 +77,7 @@ class Leader:
         self.log = CommandLog(state)
         self.policy = policy
         self.placement = placement
+        self.evicts_for_placement = True  # not where what leaves the device must be copied first
         self.ghosts = ghosts
         self.record_freed = record_freed
         self.evicted_pages = 0  # from the device
@@ -85,7 +87,7 @@ class Leader:
         self.window: WindowLedger | None = None
         self.window_host: WindowHost | None = None
         if window is not None:
-            self.window = WindowLedger(state, self.log, window, placement, record_freed)
+            self.window = WindowLedger(state, self.log, window, record_freed)
             self.window_host = WindowHost(self)
         self.reservations: set[Reservation] = set()  # open now; never iterated to decide anything
         self.ages: Ages | None = None  # set by who has a clock
@@ -122,8 +124,13 @@ class Leader:
             pages = len(node.refs) // REF_BYTES
         return total
 
-    def allocate(self, first_page: int, num_pages: int) -> bytes:
-        """Take pages, evicting as many as are missing. Raises NoRoom and changes nothing else."""
+    def allocate(self, num_pages: int, last: int | None = None) -> bytes:
+        """Take pages, evicting as many as are missing. Raises NoRoom and changes nothing else.
+
+        `last`: the owner of the page that they come after, if the request has taken it before.
+        What goes is what was used longest ago, on whatever rank: with pages missing on all ranks
+        together there is room enough, and placement sends each page to a rank that has some.
+        """
         missing = num_pages - self.state.free_pages
         if missing > 0:
             evictable = self.evictable_pages
@@ -132,10 +139,24 @@ class Leader:
                     f"{num_pages} pages asked, {num_pages - missing} free and {evictable} evictable"
                 )
             self.evict(missing)
-        owners = self.placement.owners(first_page, num_pages)
-        if len(owners) == 1:
-            return cast(bytes, self.log.append(commands.alloc(owners[0][0], num_pages)))
-        return b"".join([self.log.append(commands.alloc(owner, n)) for owner, n in owners])
+        allocators = self.state.allocators
+        if len(allocators) == 1:
+            return self._take(0, num_pages)
+        return take_shares(self._place(num_pages, last), self._take)
+
+    def _place(self, num_pages: int, last: int | None) -> Owners:
+        """Owners with room, as the policy wants them: it may evict more for that, up to a price."""
+        price = self.placement.price(num_pages) if self.evicts_for_placement else 0
+        while True:
+            free = [allocator.num_free for allocator in self.state.allocators]
+            wish = self.placement.wish(num_pages, free, last)
+            evicted = self.evict(min(price, num_displaced(wish, free))) if price else 0
+            if not evicted:
+                return settle(wish, free)
+            price -= evicted
+
+    def _take(self, owner: int, num_pages: int) -> bytes:
+        return cast(bytes, self.log.append(commands.alloc(owner, num_pages)))
 
     def evict(self, num_pages: int) -> int:
         """Evict up to `num_pages` unlocked pages; returns how many."""

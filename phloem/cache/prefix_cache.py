@@ -6,18 +6,18 @@ match(tokens) --> Match --reserve--> Reservation --commit--> ... --close-->
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from phloem.cache.chain import Hasher, default_hasher
 from phloem.cache.eviction import make_eviction_policy
 from phloem.cache.ghosts import Ghosts
 from phloem.cache.host_ledger import HostTier
 from phloem.cache.leader import Leader
 from phloem.cache.match import Match
 from phloem.cache.node import REF_BYTES, REF_DTYPE
-from phloem.cache.placement import OneOwner
+from phloem.cache.placement import Replicate, make_placement
 from phloem.cache.reservation import Reservation
 from phloem.cache.state import CacheState
 from phloem.cache.window import WindowConfig
@@ -37,6 +37,10 @@ class PrefixCache:
     """Pages of all requests, past and running, by their tokens.
 
     Every change is a command in `leader.log`; `state` is what a follower has a copy of.
+
+    `num_pages`: those of each rank's pool; `placement` says which rank owns which page (see
+    `cache.placement`). `self.num_pages` are the pools that pages are taken from, in order of their
+    owners: with `replicates` a single one, of which each of `num_ranks` ranks holds a copy.
     """
 
     def __init__(
@@ -45,38 +49,41 @@ class PrefixCache:
         page_size: int,
         num_pages: tuple[int, ...],
         host: HostTier = NO_HOST,
+        placement: str = "striped",
         eviction: str = "lru",
         enabled: bool = True,
         record_freed: bool = False,
         window: WindowConfig | None = None,
-        hasher: Hasher = default_hasher,
     ) -> None:
         if page_size < 1:
             raise ConfigError(f"page_size must be at least 1, got {page_size}")
-        if len(num_pages) != 1:
-            raise ConfigError(f"one owner of pages is supported, got {len(num_pages)}")
-        if num_pages[0] < 1:
-            raise ConfigError(f"num_pages must be at least 1, got {num_pages[0]}")
+        if not num_pages or min(num_pages) < 1:
+            raise ConfigError(f"num_pages must be at least 1 for each rank, got {num_pages}")
+        if window is not None and len(window.pages) != len(num_pages):
+            raise ConfigError(f"{len(num_pages)} owners of pages, {len(window.pages)} of windows")
+        policy = make_placement(placement)
+        self.num_ranks = len(num_pages)
+        self.replicates = isinstance(policy, Replicate)
+        num_pages = policy.pools(num_pages)
+        if window is not None:
+            window = replace(window, pages=policy.pools(window.pages))
         self.page_size = page_size
         self.num_pages = num_pages
         self.enabled = enabled
         self.total_pages = sum(num_pages)
         if host.pages < 0:
             raise ConfigError(f"host pages must not be negative, got {host.pages}")
-        if window is not None and len(window.pages) != len(num_pages):
-            raise ConfigError(f"{len(num_pages)} owners of pages, {len(window.pages)} of windows")
         self.window = window
         self.state = CacheState(
             page_size,
             num_pages,
             host_pages=host.pages,
             window=window,
-            hasher=hasher,
         )
         self.leader = Leader(
             self.state,
             policy=make_eviction_policy(eviction),
-            placement=OneOwner(),
+            placement=policy,
             ghosts=Ghosts(min(self.total_pages + host.pages, MAX_GHOSTS)),
             record_freed=record_freed,
             exclusive_host=host.exclusive,
@@ -167,37 +174,27 @@ class PrefixCache:
                 node = leader.split(node, match.node_pages)
             leader.lock(node, tree.root)
         shares = share and self.enabled
+        if num_new_pages > 0:
+            packed += leader.allocate(num_new_pages)
+        table = np.frombuffer(packed, REF_DTYPE)
         lease = None
         if way is not None and leader.window is not None:
-            lease = way.lease(leader.window, shares=shares)
-        if num_new_pages > 0:
-            packed += leader.allocate(num_cached, num_new_pages)
-        table = np.frombuffer(packed, REF_DTYPE)
+            lease = way.lease(leader.window, table, shares=shares)
         reservation = Reservation(
             leader, match.namespace, node, table, num_cached, shares, slots, lease
         )
         leader.reservations.add(reservation)
         return reservation
 
-    def window_room(self, match: Match | None = None) -> int:
-        """Window pages that could be had now, or after a hit of `match` has locked its tail."""
+    def window_room(self) -> Sequence[int]:
+        """Window pages that could be had now, of each owner."""
         ledger = self.leader.window
-        if ledger is None:
-            return 0
-        if match is None:
-            return ledger.free_pages + ledger.evictable_pages
-        fresh, _ = self._refresh(match, 0)
-        assert isinstance(fresh, WindowMatch), "the match is of another cache"
-        return plan_admission(fresh, load_pages=0, restart=False).room_left(ledger)
+        return () if ledger is None else ledger.room
 
     def window_slack(self) -> int:
         """Window pages that could be had now without giving up any tail."""
         ledger = self.leader.window
         return 0 if ledger is None else ledger.free_pages + ledger.tails.num_leftovers
-
-    def can_extend_window(self, num_pages: int) -> bool:
-        """Whether running requests can take so many more window pages."""
-        return num_pages <= self.window_room()
 
     def evict_window(self, num_pages: int) -> int:
         """Evict up to `num_pages` window pages that nobody locks; returns how many were."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from phloem.cache.node import REF_BYTES, REF_DTYPE, Node
-from phloem.core.refs import NO_REFS, PageRefs
+from phloem.core.refs import NO_REFS, PageRefs, owner_of
 
 if TYPE_CHECKING:
     from phloem.cache.leader import Leader
@@ -136,7 +136,7 @@ class Reservation:
         return NO_REFS if self.window is None else self.window.refs
 
     def window_extend(self, end_page: int) -> PagesChanged | None:
-        """Window pages for all pages before `end_page`; says which are new.
+        """Window pages beside all pages before `end_page`, each on its owner; says which are new.
 
         Raises NoRoom, and nothing has changed.
         """
@@ -144,8 +144,16 @@ class Reservation:
         window = self.window
         if window is None or end_page <= window.end:
             return None
+        assert end_page <= self.num_pages, "window state of pages that are not there"
         first = window.end
-        return PagesChanged(first, window.extend(end_page))
+        return PagesChanged(first, window.extend(self._table[first:end_page]))
+
+    def window_fitting(self, num_pages: int) -> int:
+        """How many of the next `num_pages` pages, at most, window state could be had for now."""
+        window = self.window
+        if window is None:
+            return 0
+        return window.fitting(self._table[window.end : min(window.end + num_pages, self.num_pages)])
 
     def window_advance(self, position: int) -> None:
         """The next token to compute is `position`, and no step in flight reads below its window.
@@ -188,7 +196,8 @@ class Reservation:
         assert not self.closed, "the reservation is closed"
         if num_pages <= 0:
             return
-        packed = self._leader.allocate(self.num_pages, num_pages)
+        last = owner_of(int(self._table[self.num_pages - 1])) if self.num_pages else None
+        packed = self._leader.allocate(num_pages, last)
         old, new = self.num_pages, self.num_pages + num_pages
         if new >= len(self._table):
             self._move_table(new + (new >> 3) + 8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,14 @@ from phloem.cache.node import REF_BYTES, Node
 from phloem.cache.tree import RadixTree
 from phloem.cache.window import WindowConfig
 from phloem.cache.window_state import WindowState
-from phloem.core.refs import owner_of
-from phloem.replica import Command, HostPool, PageAllocator, commands, window_commands
+from phloem.replica import (
+    Command,
+    HostPool,
+    PageAllocator,
+    commands,
+    give_back,
+    window_commands,
+)
 
 __all__ = ["CacheState"]
 
@@ -100,14 +105,7 @@ class CacheState:
 
     def _give_back(self, refs: bytes) -> None:
         self.free_pages += len(refs) // REF_BYTES
-        if len(self.allocators) == 1:
-            self.allocators[0].free(refs)
-            return
-        by_owner = [array("q") for _ in self.allocators]
-        for ref in array("q", refs):
-            by_owner[owner_of(ref)].append(ref)
-        for allocator, own in zip(self.allocators, by_owner, strict=True):
-            allocator.free(own.tobytes())
+        give_back(self.allocators, refs)
 
     def _insert(self, command: Command) -> Node:
         _, parent, namespace, tokens, refs = command

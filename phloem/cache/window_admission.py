@@ -21,6 +21,7 @@ from phloem.cache.window_lease import LeaseStart, WindowLease
 from phloem.cache.window_ledger import WindowLedger
 from phloem.cache.window_match import WindowMatch
 from phloem.core.errors import NoRoom
+from phloem.core.refs import PageRefs, owner_of
 from phloem.core.tokens import TOKEN_BYTES
 
 __all__ = ["WindowAdmission", "plan_admission"]
@@ -37,23 +38,29 @@ class WindowAdmission:
     load_pages: int = 0  # of the full component
 
     def check_room(self, ledger: WindowLedger) -> None:
-        """Raise NoRoom if the pages to be loaded have no room."""
+        """Raise NoRoom if the pages to be loaded have no room, whichever rank they will lie on."""
         missing = len(self.load_slots)
-        if missing and missing > self.room_left(ledger):
+        if not missing:
+            return
+        room = ledger.room
+        locks = ledger.state.locks
+        for page in self.held:
+            if page != ABSENT and page not in locks:
+                room[owner_of(page)] -= 1
+        if missing > min(room):
             raise NoRoom(
                 f"{missing} window pages to be loaded, {ledger.free_pages} free and "
                 f"{ledger.evictable_pages} evictable"
             )
 
-    def room_left(self, ledger: WindowLedger) -> int:
-        """Window pages that could be had after this has locked what it holds."""
-        locks = ledger.state.locks
-        locked = sum(1 for page in self.held if page != ABSENT and page not in locks)
-        return ledger.free_pages + ledger.evictable_pages - locked
+    def lease(self, ledger: WindowLedger, table: PageRefs, *, shares: bool) -> WindowLease:
+        """Lock, and take pages for, what `check_room` has found room for.
 
-    def lease(self, ledger: WindowLedger, *, shares: bool) -> WindowLease:
-        """Lock, and take pages for, what `check_room` has found room for."""
-        return WindowLease(ledger, self.begin, self.held, self.load_slots, shares=shares)
+        `table`: the request's pages of the full component, which all have an owner by now.
+        """
+        return WindowLease(
+            ledger, self.begin, self.held, self.load_slots, table=table, shares=shares
+        )
 
 
 def plan_admission(match: WindowMatch, *, load_pages: int, restart: bool) -> WindowAdmission:

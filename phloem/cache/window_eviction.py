@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from phloem.cache.components import ABSENT
 from phloem.cache.node import REF_BYTES, Node
 from phloem.cache.window_state import WindowState
+from phloem.core.refs import owner_of
 
 __all__ = ["Tail", "TailClass", "Tails", "path_end"]
 
@@ -75,7 +76,10 @@ class Tails:
         self._state = state
         self._tails: dict[int, Tail] = {}  # by their last page
         self._needs: dict[int, int] = {}  # page -> how many tails it belongs to
-        self._leftovers: OrderedDict[int, None] = OrderedDict()  # unlocked pages of no tail
+        # Unlocked pages of no tail, of each owner.
+        self._leftovers: tuple[OrderedDict[int, None], ...] = tuple(
+            OrderedDict() for _ in state.allocators
+        )
         self._ranks: tuple[OrderedDict[Tail, None], ...] = tuple(OrderedDict() for _ in _RANKS)
         self._clock = 0
 
@@ -93,7 +97,7 @@ class Tails:
             tail = self._tails[pages[-1]] = Tail(pages, is_end=is_end)
             for page in pages:
                 self._needs[page] = self._needs.get(page, 0) + 1
-                self._leftovers.pop(page, None)
+                self._leftovers[owner_of(page)].pop(page, None)
         else:
             assert tail.pages == pages, "one page ends two prefixes"
             tail.is_end = tail.is_end or is_end
@@ -124,13 +128,13 @@ class Tails:
     def locked(self, pages: Iterable[int]) -> None:
         """Somebody locks these pages."""
         for page in pages:
-            self._leftovers.pop(page, None)
+            self._leftovers[owner_of(page)].pop(page, None)
 
     def unlocked(self, pages: Iterable[int]) -> None:
         """Nobody locks these pages now."""
         for page in pages:
             if page not in self._needs:
-                self._leftovers[page] = None
+                self._leftovers[owner_of(page)][page] = None
 
     def gone(self, pages: Iterable[int]) -> None:
         """These pages leave the tree, with the tails that end there."""
@@ -140,21 +144,27 @@ class Tails:
                 self._drop(self._tails[page])
         for page in pages:
             assert page not in self._needs, f"window page {page} leaves before a tail that needs it"
-            self._leftovers.pop(page, None)
+            self._leftovers[owner_of(page)].pop(page, None)
 
     def forget(self) -> None:
         """Nobody wants anything any more."""
         for tail in self.tails():
             self._drop(tail)
 
-    def victims(self, num_pages: int) -> list[int]:
-        """Take the next `num_pages` unlocked pages, or all that there are, off the lists."""
+    def victims(self, num_pages: int, owner: int | None = None) -> list[int]:
+        """Take the next `num_pages` unlocked pages (of `owner`), or all there are, off the lists.
+
+        A tail that is given up for one owner's pages leaves those of the others as leftovers: they
+        stay where they are until somebody needs their room.
+        """
+        lists = self._leftovers if owner is None else (self._leftovers[owner],)
         out: list[int] = []
         while len(out) < num_pages:
-            if not self._leftovers and not self._give_up_a_tail():
+            pages = max(lists, key=len)
+            if pages:
+                out.append(pages.popitem(last=False)[0])
+            elif not self._give_up_a_tail():
                 break
-            while self._leftovers and len(out) < num_pages:
-                out.append(self._leftovers.popitem(last=False)[0])
         return out
 
     def ending_at(self, page: int) -> Tail | None:
@@ -172,11 +182,11 @@ class Tails:
     @property
     def num_leftovers(self) -> int:
         """Unlocked pages of no tail: nobody misses them."""
-        return len(self._leftovers)
+        return sum(map(len, self._leftovers))
 
     def leftovers(self) -> list[int]:
-        """Unlocked pages of no tail, the next victim first (for checks)."""
-        return list(self._leftovers)
+        """Unlocked pages of no tail, of each owner the next victim first (for checks)."""
+        return [page for pages in self._leftovers for page in pages]
 
     def kind_of(self, tail: Tail) -> TailClass:
         """Its class by what the tree says now."""
@@ -231,7 +241,7 @@ class Tails:
             if not needs[page]:
                 del needs[page]
                 if page not in locks:
-                    self._leftovers[page] = None
+                    self._leftovers[owner_of(page)][page] = None
 
 
 def _rank(tail: Tail) -> int:

@@ -21,7 +21,7 @@ def window_violations(cache: PrefixCache, *, idle: bool) -> list[str]:
     if ledger is None:
         return []
     out: list[str] = []
-    for rule in (_places, _pages, _locks):
+    for rule in (_places, _pages, _locks, _beside, _owners):
         out.extend(rule(cache, ledger))
     out.extend(_tables(cache))
     out.extend(_tails(ledger))
@@ -88,6 +88,43 @@ def _locks(cache: PrefixCache, ledger: WindowLedger) -> Iterator[str]:
             yield f"window page {ref} is locked and not in the tree"
         elif count > node.locks:
             yield f"{node} has fewer locks than its window page {ref}"
+
+
+def _beside(cache: PrefixCache, _ledger: WindowLedger) -> Iterator[str]:
+    """A page has the owner of its full page.
+
+    But for a request's own page where another request has committed the full page first: that one
+    took its place in the table, and neither is written any more.
+    """
+    for node in _nodes(cache):
+        for full, ref in zip(node.ref_list(), node.extra[0].ref_list(), strict=False):
+            if ref != ABSENT and owner_of(ref) != owner_of(full):
+                yield f"window page {ref} of {node} has another owner than page {full}"
+    for reservation in cache.leader.reservations:
+        lease = reservation.window
+        if lease is None:
+            continue
+        first = max(lease.low, reservation.num_committed_pages)
+        table, full = lease.refs.tolist(), reservation.refs.tolist()
+        for page in range(first, len(table)):
+            if owner_of(table[page]) != owner_of(full[page]):
+                yield f"page {page} of a window table has another owner than the full page"
+
+
+def _owners(cache: PrefixCache, ledger: WindowLedger) -> Iterator[str]:
+    """Free + evictable + locked = pool size, for each owner."""
+    used, idle = Counter[int](), Counter[int]()
+    for ref in ledger.state.home:
+        (used if ref in ledger.state.locks else idle)[owner_of(ref)] += 1
+    for reservation in cache.leader.reservations:
+        if reservation.window is not None:
+            used.update(map(owner_of, reservation.window.own_pages()))
+    for allocator in ledger.state.allocators:
+        owner = allocator.owner
+        if ledger.state.idle_pages[owner] != idle[owner]:
+            yield f"owner {owner}: {ledger.state.idle_pages[owner]} window pages count as evictable"
+        if allocator.num_free + idle[owner] + used[owner] != allocator.capacity:
+            yield f"owner {owner}: free + evictable + locked window pages are not the pool"
 
 
 def _tables(cache: PrefixCache) -> Iterator[str]:

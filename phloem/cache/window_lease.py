@@ -25,7 +25,7 @@ from phloem.cache.node import REF_DTYPE, Node
 from phloem.cache.window_eviction import Tail
 from phloem.cache.window_ledger import WindowLedger
 from phloem.cache.window_match import runs_of
-from phloem.core.refs import PageRefs
+from phloem.core.refs import PageRefs, owners_of
 
 __all__ = ["LeaseStart", "WindowLease"]
 
@@ -72,12 +72,13 @@ class WindowLease:
         held: Sequence[int],
         load_slots: Sequence[int] = (),
         *,
+        table: PageRefs,
         shares: bool,
     ) -> None:
         """`held`: the tree's pages from `begin.low` on, which this locks.
 
         Where it says ABSENT, a page of its own is taken, to be filled from the next of the host's
-        `load_slots`.
+        `load_slots`, on the owner of the page of the full component, which `table` tells.
         """
         self._ledger = ledger
         self._ends = set(begin.ends)
@@ -101,7 +102,7 @@ class WindowLease:
         if load_slots:
             ledger.hold(self._load_slots)
             self._own[begin.low :] = self._table[begin.low :] == ABSENT
-            packed = ledger.allocate(begin.low, len(load_slots))
+            packed = ledger.allocate(table[: self.end][self._own])
             self._table[self._own] = np.frombuffer(packed, REF_DTYPE)
             self._loaded = packed
 
@@ -137,9 +138,17 @@ class WindowLease:
         self._loaded = b""
         self._ledger.release(slots)
 
-    def extend(self, end_page: int) -> PageRefs:
-        """Take pages of its own up to `end_page`. Raises NoRoom, and nothing has changed."""
-        new = np.frombuffer(self._ledger.allocate(self.end, end_page - self.end), REF_DTYPE)
+    def fitting(self, beside: PageRefs) -> int:
+        """How many of these of the full component, the next ones, a page could be had for."""
+        return self._ledger.fitting(beside)
+
+    def extend(self, beside: PageRefs) -> PageRefs:
+        """Take pages of its own beside these of the full component, the next ones.
+
+        Raises NoRoom, and nothing has changed.
+        """
+        end_page = self.end + len(beside)
+        new = np.frombuffer(self._ledger.allocate(beside), REF_DTYPE)
         if end_page > len(self._table):
             self._make_room(end_page + (end_page >> 3) + 8)
         self._table[self.end : end_page] = new
@@ -196,6 +205,11 @@ class WindowLease:
         places = np.frombuffer(node.extra[0].refs, REF_DTYPE)
         assert len(places) == stop - start, f"{node} has another number of pages"
         missing = self._own[first:last] & (places[first - start : last - start] == ABSENT)
+        if self._ledger.num_owners > 1:
+            # Another request has committed the page first, on another rank: this one's state of it
+            # serves this request alone.
+            full = np.frombuffer(node.refs, REF_DTYPE)[first - start : last - start]
+            missing &= owners_of(full) == owners_of(self._table[first:last])
         for begin, end in runs_of(missing):
             begin, end = begin + first, end + first
             self._ledger.attach(node, begin - start, self._table[begin:end].tobytes())

@@ -6,14 +6,17 @@ from array import array
 from collections.abc import Sequence
 from typing import cast
 
+import numpy as np
+
 from phloem.cache.components import ABSENT
 from phloem.cache.node import REF_BYTES, Node
-from phloem.cache.placement import PlacementPolicy
+from phloem.cache.placement import Owners, take_shares
 from phloem.cache.state import CacheState
 from phloem.cache.window import WindowConfig
 from phloem.cache.window_eviction import Tails, path_end
 from phloem.cache.window_state import alive
 from phloem.core.errors import NoRoom
+from phloem.core.refs import PageRefs, owners_of
 from phloem.core.stats import WindowStats
 from phloem.core.tokens import TOKEN_BYTES
 from phloem.replica import CommandLog, window_commands
@@ -27,10 +30,10 @@ class WindowLedger:
     __slots__ = (
         "_freed",
         "_log",
-        "_placement",
         "_record_freed",
         "config",
         "evicted_pages",
+        "num_owners",
         "page_size",
         "state",
         "tail_pages",
@@ -42,7 +45,6 @@ class WindowLedger:
         state: CacheState,
         log: CommandLog,
         config: WindowConfig,
-        placement: PlacementPolicy,
         record_freed: bool,
     ) -> None:
         assert state.window is not None, "the state has no windows"
@@ -52,8 +54,8 @@ class WindowLedger:
         self.tail_pages = config.tail_pages(self.page_size)
         self.tails = Tails(self.state)
         self.evicted_pages = 0
+        self.num_owners = len(self.state.allocators)
         self._log = log
-        self._placement = placement
         self._record_freed = record_freed
         self._freed: list[bytes] = []
 
@@ -70,20 +72,53 @@ class WindowLedger:
         """Pages in the tree that nobody locks: all of them can be had."""
         return len(self.state.home) - len(self.state.locks)
 
-    def allocate(self, first_page: int, num_pages: int) -> bytes:
-        """Take pages, evicting as many as are missing. Raises NoRoom and changes nothing else."""
-        missing = num_pages - self.state.free_pages
-        if missing > 0:
-            evictable = self.evictable_pages
-            if missing > evictable:
+    @property
+    def room(self) -> list[int]:
+        """Pages that could be had now, of each owner."""
+        idle = self.state.idle_pages
+        return [a.num_free + idle[a.owner] for a in self.state.allocators]
+
+    def allocate(self, beside: PageRefs) -> bytes:
+        """Take a page beside each of these of the full component, on its owner; packed.
+
+        Evicts what is missing there. Raises NoRoom and changes nothing else.
+        """
+        owners: Owners | None = None
+        needs = [len(beside)]
+        if self.num_owners > 1:
+            owners = owners_of(beside)
+            needs = np.bincount(owners, minlength=self.num_owners).tolist()
+        victims: list[int] = []
+        for allocator, need in zip(self.state.allocators, needs, strict=True):
+            idle = self.state.idle_pages[allocator.owner]
+            if need > allocator.num_free + idle:
                 raise NoRoom(
-                    f"{num_pages} window pages asked, {num_pages - missing} free and {evictable} "
-                    "evictable"
+                    f"{need} window pages asked of owner {allocator.owner}, {allocator.num_free} "
+                    f"free and {idle} evictable"
                 )
-            self.evict(missing)
-        owners = self._placement.owners(first_page, num_pages)
-        parts = [self._log.append(window_commands.window_alloc(owner, n)) for owner, n in owners]
-        return b"".join(parts)
+        for allocator, need in zip(self.state.allocators, needs, strict=True):
+            if need > allocator.num_free:
+                victims += self.tails.victims(need - allocator.num_free, allocator.owner)
+        if victims:
+            self._drop(victims)
+        if owners is None:
+            return self._take(0, len(beside))
+        return take_shares(owners, self._take)
+
+    def fitting(self, beside: PageRefs) -> int:
+        """How many of these of the full component, from the first on, `allocate` has room for."""
+        limit, room = len(beside), self.room
+        if self.num_owners == 1:
+            return min(limit, room[0])
+        owners = owners_of(beside)
+        for owner, pages in enumerate(room):
+            own = np.flatnonzero(owners == owner)
+            if len(own) > pages:
+                limit = min(limit, int(own[pages]))
+        return limit
+
+    def _take(self, owner: int, num_pages: int) -> bytes:
+        return cast(bytes, self._log.append(window_commands.window_alloc(owner, num_pages)))
 
     def free(self, refs: bytes) -> None:
         """Give back pages that are not in the tree."""
@@ -126,10 +161,14 @@ class WindowLedger:
         """Evict up to `num_pages` unlocked pages; returns how many."""
         victims = self.tails.victims(num_pages)
         if victims:
-            self.evicted_pages += len(victims)
-            self._log.append(window_commands.window_evict(array("q", victims).tobytes()))
-            self._note_freed(array("q", victims).tobytes())
+            self._drop(victims)
         return len(victims)
+
+    def _drop(self, victims: list[int]) -> None:
+        self.evicted_pages += len(victims)
+        packed = array("q", victims).tobytes()
+        self._log.append(window_commands.window_evict(packed))
+        self._note_freed(packed)
 
     def forget(self) -> None:
         """Drop all that nobody locks, uncounted, and every tail: a flush."""

@@ -23,7 +23,7 @@ from phloem.cache.node import REF_BYTES, REF_DTYPE, Node
 from phloem.cache.tree import RadixTree
 from phloem.cache.window import WindowConfig
 from phloem.core.refs import owner_of
-from phloem.replica import Command, HostPool, PageAllocator, window_commands
+from phloem.replica import Command, HostPool, PageAllocator, give_back, window_commands
 
 __all__ = ["WindowState", "alive"]
 
@@ -38,7 +38,16 @@ def alive(refs: bytes) -> list[int]:
 class WindowState:
     """One rank's copy."""
 
-    __slots__ = ("allocators", "free_pages", "home", "host", "host_home", "locks", "tree")
+    __slots__ = (
+        "allocators",
+        "free_pages",
+        "home",
+        "host",
+        "host_home",
+        "idle_pages",
+        "locks",
+        "tree",
+    )
 
     def __init__(self, tree: RadixTree, config: WindowConfig) -> None:
         self.tree = tree
@@ -46,6 +55,7 @@ class WindowState:
         self.free_pages = sum(config.pages)
         self.home: dict[int, Node] = {}  # of every page in the tree
         self.locks: dict[int, int] = {}  # of pages in the tree that somebody locks
+        self.idle_pages = [0] * len(config.pages)  # of each owner: in the tree, locked by nobody
         self.host = HostPool(config.host_pages)
         self.host_home: dict[int, Node] = {}
 
@@ -129,10 +139,13 @@ class WindowState:
         self._changed()
 
     def _lock(self, command: Command) -> None:
-        locks, home = self.locks, self.home
+        locks, home, idle = self.locks, self.home, self.idle_pages
         for ref in array("q", command[1]):
             assert ref in home, f"window page {ref} is locked and not in the tree"
-            locks[ref] = locks.get(ref, 0) + 1
+            count = locks.get(ref, 0)
+            if not count:
+                idle[owner_of(ref)] -= 1
+            locks[ref] = count + 1
 
     def _unlock(self, command: Command) -> list[int]:
         locks = self.locks
@@ -144,6 +157,7 @@ class WindowState:
             else:
                 del locks[ref]
                 idle.append(ref)
+                self.idle_pages[owner_of(ref)] += 1
         return idle
 
     def _evict(self, command: Command) -> None:
@@ -200,18 +214,12 @@ class WindowState:
         for ref in packed:
             assert ref not in self.locks, f"window page {ref} is locked"
             del self.home[ref]
+            self.idle_pages[owner_of(ref)] -= 1
         self._give_back(packed.tobytes())
 
     def _give_back(self, refs: bytes) -> None:
         self.free_pages += len(refs) // REF_BYTES
-        if len(self.allocators) == 1:
-            self.allocators[0].free(refs)
-            return
-        by_owner = [array("q") for _ in self.allocators]
-        for ref in array("q", refs):
-            by_owner[owner_of(ref)].append(ref)
-        for allocator, own in zip(self.allocators, by_owner, strict=True):
-            allocator.free(own.tobytes())
+        give_back(self.allocators, refs)
 
     def _changed(self) -> None:
         self.tree.version += 1

@@ -23,6 +23,7 @@ from phloem.core.request import OutputChunk
 from phloem.kv.sizing import default_checkpoint, pages_for_tokens
 from phloem.loop import EngineLoop
 from phloem.sim import (
+    Ranks,
     ReplayReport,
     ReplayTarget,
     TraceError,
@@ -64,6 +65,7 @@ examples:
   phloem replay *.jsonl --pages 4096 --policy lpm
   phloem replay conversation.jsonl --json | tail -1
   phloem replay conversation.jsonl --window 1024 --window-pages 2048
+  phloem replay conversation.jsonl --cp 4 --pages 1024 --placement replicate
 """
 
 
@@ -71,7 +73,15 @@ examples:
 class ReplayOptions:
     """How the traces are played."""
 
-    pages: int | None = setting(None, "pages of the pool; default: room for the whole trace", low=1)
+    pages: int | None = setting(
+        None,
+        "pages of the pool, of each rank's with --cp; default: room for the whole trace",
+        low=1,
+    )
+    cp: int = setting(1, "ranks that share the simulated cache", low=1, high=64)
+    placement: Literal["striped", "contiguous", "replicate"] = setting(
+        "striped", "which rank holds which page; replicate: each holds all of them"
+    )
     host_pages: int = setting(0, "pages of the host tier behind the pool", low=0)
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = setting(
         "write_through",
@@ -87,7 +97,7 @@ class ReplayOptions:
     )
     window_layers: int = setting(24, "layers with that window: how far a restart goes back", low=1)
     window_pages: int | None = setting(
-        None, "pages of their pool; default: as many as of the other layers' pool", low=1
+        None, "pages of their pool, also of each rank's; default: as many as of the other", low=1
     )
     window_checkpoint: int | None = setting(
         None, "tokens between kept tails; 0: ends only; default: 8 windows, least 2048", low=0
@@ -136,6 +146,8 @@ def _check(options: ReplayOptions) -> None:
     """Raise ConfigError if settings contradict each other."""
     if options.model is not None and options.host_pages:
         raise ConfigError("--host-pages sizes the simulated host tier: leave it out with --model")
+    if options.model is not None and options.cp > 1:
+        raise ConfigError("--cp is of a simulated cache: leave it out with --model")
     if options.model is not None and options.window is not None:
         raise ConfigError("--window is of a simulated model: leave it out with --model")
     if options.window is None and options.window_pages is not None:
@@ -189,6 +201,7 @@ def _simulated(trace: list[TraceRequest], options: ReplayOptions) -> ReplayTarge
         )
     return simulated_target(
         num_pages=num_pages,
+        ranks=Ranks(count=options.cp, placement=options.placement),
         policy=options.policy,
         page_size=size,
         host_pages=options.host_pages,

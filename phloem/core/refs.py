@@ -17,8 +17,10 @@ __all__ = [
     "NO_REFS",
     "PageRef",
     "PageRefs",
+    "flat_slots",
     "make_ref",
     "owner_of",
+    "owners_of",
     "slot_of",
     "slots_of",
 ]
@@ -51,3 +53,16 @@ def slot_of(ref: PageRef) -> int:
 def slots_of(refs: PageRefs) -> PageRefs:
     """The slots of many refs, as int64 (n,)."""
     return refs & _SLOT_MASK
+
+
+def owners_of(refs: PageRefs) -> PageRefs:
+    """The owners of many refs, as int64 (n,)."""
+    return refs >> _SLOT_BITS
+
+
+def flat_slots(refs: PageRefs, pages_per_owner: int) -> PageRefs:
+    """Where pages lie when the pools of all owners, of equal size, stand side by side: int64 (n,).
+
+    With one owner these are the slots.
+    """
+    return (refs >> _SLOT_BITS) * pages_per_owner + (refs & _SLOT_MASK)

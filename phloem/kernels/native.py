@@ -7,6 +7,7 @@ depends on the rows beside it, to the last bit. Not thread-safe: one call at a t
 from __future__ import annotations
 
 import ctypes as c
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -267,6 +268,46 @@ class NativeKernels:
                 c.byref(batch.struct),
                 address(hidden),
                 dtype_number(hidden),
+            )
+        )
+
+    def layer_project(
+        self, layer: abi.Layer, kv: abi.KvLayer, batch: NativeBatch, hidden: Tensor, qkv: Tensor
+    ) -> None:
+        """The first part of `layer_forward`: up to the write of K and V.
+
+        q goes to the front of qkv (N, q + 2 kv) fp32, contiguous, for `layer_finish`.
+        """
+        self._half_layer(self._lib.phloem_layer_project, layer, kv, batch, (hidden, qkv))
+
+    def layer_finish(
+        self, layer: abi.Layer, kv: abi.KvLayer, batch: NativeBatch, hidden: Tensor, qkv: Tensor
+    ) -> None:
+        """The rest of it, from attention on; overwrites `qkv`."""
+        self._half_layer(self._lib.phloem_layer_finish, layer, kv, batch, (hidden, qkv))
+
+    def _half_layer(
+        self,
+        half: Callable[..., int],
+        layer: abi.Layer,
+        kv: abi.KvLayer,
+        batch: NativeBatch,
+        tensors: tuple[Tensor, Tensor],
+    ) -> None:
+        hidden, qkv = tensors
+        width = (layer.num_heads + 2 * kv.num_kv_heads) * kv.head_dim
+        wanted = (batch.num_tokens, width)
+        if qkv.shape != wanted or qkv.dtype is not torch.float32 or not qkv.is_contiguous():
+            raise ValueError(f"qkv must be {wanted}, fp32 and contiguous, is {tuple(qkv.shape)}")
+        abi.check(
+            half(
+                self._ctx,
+                c.byref(layer),
+                c.byref(kv),
+                c.byref(batch.struct),
+                address(hidden),
+                dtype_number(hidden),
+                address(qkv),
             )
         )
 

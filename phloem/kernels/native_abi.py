@@ -36,7 +36,7 @@ __all__ = [
     "usable_cpus",
 ]
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 PANEL = 16  # output columns that are packed together
 ISA_ENV = "PHLOEM_CPU_ISA"
 LIBRARY_ENV = "PHLOEM_CPU_LIBRARY"
@@ -228,6 +228,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "phloem_rope_kv_write": (_I32, (_PTR, c.POINTER(RopeArgs), _KV, _BATCH)),
     "phloem_attention": (_I32, (_PTR, c.POINTER(AttentionArgs), _KV, _BATCH)),
     "phloem_layer_forward": (_I32, (_PTR, c.POINTER(Layer), _KV, _BATCH, _PTR, _I32)),
+    "phloem_layer_project": (_I32, (_PTR, c.POINTER(Layer), _KV, _BATCH, _PTR, _I32, _PTR)),
+    "phloem_layer_finish": (_I32, (_PTR, c.POINTER(Layer), _KV, _BATCH, _PTR, _I32, _PTR)),
     "phloem_argmax": (_I32, (_PTR, _PTR, _I32, _I64, _I64, _I64, _PTR)),
     "phloem_top_k": (_I32, (_PTR, _PTR, _I32, _I64, _I64, _PTR, _PTR, _PTR)),
     "phloem_copy_pages": (_I32, (_PTR, _PTR, _PTR, _PTR, _PTR, _I64, _I64)),

@@ -15,6 +15,7 @@ from phloem.attention import LayeredAttention
 from phloem.config.model import Activation, ModelConfig, RopeConfig
 from phloem.kernels import Ops
 from phloem.layers import DecoderWeights, LayerWeights, RopeTable
+from phloem.models.forward import pass_layers
 from phloem.models.latent import latent_qkv
 
 __all__ = ["MLP_CHUNK_TOKENS", "Decoder"]
@@ -56,12 +57,13 @@ class Decoder:
         attention: LayeredAttention,
         meta: Any,
         on_layer: Callable[[], None],
+        on_written: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """Hidden states after the last layer, before the final norm: (N, hidden).
-
-        `tokens` and `positions` are (N,) int64. K and V go to pages through `attention`, which
-        has planned this batch as `meta`. `on_layer` is called after each layer.
+        """As `Forward.forward`: K and V go to pages through `attention`, which has planned this
+        batch as `meta`.
         """
+        if not len(tokens):
+            return pass_layers(self, on_layer, on_written)
         x = self._embed(tokens)
         angles = self._rope.at(positions)
         own_rope = self._window_rope is not self._rope
@@ -69,7 +71,7 @@ class Decoder:
         layers = zip(self.config.layers, self.weights.layers, strict=True)
         for number, (spec, layer) in enumerate(layers):
             q, k, v = self._qkv(x, layer, *(angles if spec.window is None else window_angles))
-            mixed = attention.run(number, q, k, v, meta, sinks=layer.sinks)
+            mixed = attention.run(number, q, k, v, meta, sinks=layer.sinks, on_written=on_written)
             mixed = self._ops.linear(mixed, layer.out.weight, layer.out.bias)
             x.add_(self._normed(mixed, layer.post_attn_norm))
             self._mlp(x, layer)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phloem.config.model import ModelConfig
 
-__all__ = ["Forward"]
+__all__ = ["Forward", "pass_layers"]
 
 
 class Forward(Protocol):
@@ -22,6 +22,9 @@ class Forward(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def dtype(self) -> torch.dtype: ...
+
     def forward(
         self,
         tokens: Tensor,
@@ -30,10 +33,30 @@ class Forward(Protocol):
         attention: Any,
         meta: Any,
         on_layer: Callable[[], None],
+        on_written: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """Hidden states after the last layer, before the final norm: (N, hidden)."""
+        """Hidden states after the last layer, before the final norm: (N, hidden).
+
+        `tokens` and `positions` are (N,) int64; N may be 0. `on_layer` is called after each layer;
+        `on_written` with the number of each layer when the K and V of all N tokens are in their
+        pages and nothing has been read yet: where ranks share requests, they meet there.
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output head of hidden states (R, hidden): (R, vocab), fp32."""
         ...
+
+
+def pass_layers(
+    model: Forward, on_layer: Callable[[], None], on_written: Callable[[int], None] | None
+) -> Tensor:
+    """The forward pass of a rank that has no token in a step: others may wait for it all the same.
+
+    Returns no hidden states, (0, hidden).
+    """
+    for number in range(model.config.num_layers):
+        if on_written is not None:
+            on_written(number)
+        on_layer()
+    return torch.empty((0, model.config.hidden_size), dtype=model.dtype, device=model.device)

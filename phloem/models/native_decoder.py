@@ -17,6 +17,7 @@ from phloem.kernels.native import NativeBatch, NativeKernels, kv_layer
 from phloem.kernels.native_abi import Gate, KvLayer, Layer
 from phloem.kernels.native_types import address
 from phloem.layers import RopeTable
+from phloem.models.forward import pass_layers
 from phloem.models.packing import PackedDecoder, PackedLayer
 
 __all__ = ["NativeDecoder"]
@@ -77,14 +78,36 @@ class NativeDecoder:
         attention: object,  # noqa: ARG002 - a layer attends by itself
         meta: Sequence[NativeBatch],
         on_layer: Callable[[], None],
+        on_written: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """Hidden states after the last layer, before the final norm: (N, hidden)."""
+        """As `Forward.forward`."""
+        if not len(tokens):
+            return pass_layers(self, on_layer, on_written)
         hidden = self._kernels.embedding(tokens, self._weights.embedding, self.dtype)
         if self.config.embedding_scale != 1.0:
             # The scale is rounded to the model's dtype, as in training.
             hidden.mul_(torch.tensor(self.config.embedding_scale, dtype=hidden.dtype))
+        if on_written is not None:
+            return self._in_halves(hidden, meta, on_layer, on_written)
         for layer, kv, component in self._steps:
             self._kernels.layer_forward(layer, kv, meta[component], hidden)
+            on_layer()
+        return hidden
+
+    def _in_halves(
+        self,
+        hidden: Tensor,
+        meta: Sequence[NativeBatch],
+        on_layer: Callable[[], None],
+        on_written: Callable[[int], None],
+    ) -> Tensor:
+        """The same bits by two calls a layer, since somebody wants to know what is between them."""
+        config = self.config
+        qkv = torch.empty((hidden.shape[0], config.q_size + 2 * config.kv_size))
+        for number, (layer, kv, component) in enumerate(self._steps):
+            self._kernels.layer_project(layer, kv, meta[component], hidden, qkv)
+            on_written(number)
+            self._kernels.layer_finish(layer, kv, meta[component], hidden, qkv)
             on_layer()
         return hidden
 

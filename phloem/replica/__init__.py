@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phloem.replica import commands, window_commands
-from phloem.replica.allocator import PageAllocator
+from phloem.replica.allocator import PageAllocator, give_back
 from phloem.replica.commands import Command
 from phloem.replica.host_pool import HostPool
 from phloem.replica.log import CommandLog, ReplicatedState
@@ -15,5 +15,6 @@ __all__ = [
     "PageAllocator",
     "ReplicatedState",
     "commands",
+    "give_back",
     "window_commands",
 ]

@@ -49,9 +49,11 @@ class WindowBudget:
             self._set_up(window, max_model_len)
 
     def _set_up(self, window: WindowConfig, max_model_len: int) -> None:
-        self.total_pages = sum(window.pages)
+        # A page of window state lies where its full page does, and that may be anywhere: so each
+        # rank must be able to hold all that one request has of it.
+        self.total_pages = min(window.pages)
         self._steady = least_window_pages(window.tokens, self._page_size)
-        self._least_chunk = window_chunk_pages(self.total_pages, self._page_size)
+        self._least_chunk = window_chunk_pages(sum(window.pages), self._page_size)
         longest = min(max_model_len, self._cache.total_pages * self._page_size)
         least = self.needs(longest)
         if self.total_pages < least:
@@ -68,7 +70,7 @@ class WindowBudget:
         """May `request` start beside those that run?"""
         if not self.enabled:
             return True
-        claims = self.needs(request.final_tokens)
+        own = claims = self.needs(request.final_tokens)
         chunks = self._chunk_pages(request.num_tokens)
         alone = True
         for other in running:
@@ -78,7 +80,8 @@ class WindowBudget:
                 chunks += self._chunk_pages(other.prefill_end)
         if not alone:
             claims += min(chunks, self._step_pages)
-        return self._cache.can_extend_window(claims)
+        room = self._cache.window_room()
+        return own <= min(room) and claims <= min(room) * len(room)
 
     def room_for(self, request: RequestState, count: int) -> int:
         """How many of the next `count` tokens there are pages for; whole pages, or all of them."""
@@ -88,7 +91,7 @@ class WindowBudget:
         start = request.num_planned
         # Half of what nobody would miss: the next chunk is planned before this one lets go of it.
         chunk = max(self._least_chunk, self._cache.window_slack() // 2)
-        end_page = window.end + min(chunk, self._cache.window_room())
+        end_page = window.end + request.reservation.window_fitting(chunk)
         if end_page >= pages_for_tokens(start + count, self._page_size):
             return count
         return max(0, end_page * self._page_size - start)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from phloem.sim.cost import CostModel, CostWorker
 from phloem.sim.fake_worker import FakeWorker
 from phloem.sim.models import NextToken, cold, hash_model, scripted_model
-from phloem.sim.replay import ReplayReport, ReplayTarget, pages_of, replay, simulated_target
+from phloem.sim.replay import (
+    Ranks,
+    ReplayReport,
+    ReplayTarget,
+    pages_of,
+    replay,
+    simulated_target,
+)
 from phloem.sim.traces import TraceError, TraceRequest, read_trace, trace_tokens
 from phloem.sim.transfers import SimStorage, SimTransfers, TransferCosts
 from phloem.sim.window import FakeWindow, PageFault
@@ -17,6 +24,7 @@ __all__ = [
     "FakeWorker",
     "NextToken",
     "PageFault",
+    "Ranks",
     "ReplayReport",
     "ReplayTarget",
     "SimStorage",

@@ -6,6 +6,10 @@ writes (id, position) into its cell; attending reads every cell from 0 on throug
 So a wrong page, a stale table entry, a page given away too early, or KV that nobody computed
 raises PageFault or changes the answer. Freed pages are poisoned at once.
 
+With several owners it stands for all ranks together: their pools lie side by side in one memory, as
+on one machine, and a token whose window page is not on the rank that computes it, the owner of its
+full page, is a PageFault.
+
 With a `FakeWindow` there are window pages too, with cells that also know how *right* they are (see
 `sim.window`): a window layer that reads a page which was freed or never written raises PageFault,
 and so does anything that is shared or sampled although a restart was not low enough for it.
@@ -20,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phloem.core.plan import RowInit, RowPlan, RowResult, StepPlan, StepResult
-from phloem.core.refs import slots_of
+from phloem.core.refs import flat_slots
 from phloem.core.tokens import tokens_from_bytes, tokens_to_bytes
 from phloem.sim.models import NextToken, choose
 from phloem.sim.transfers import SimTransfers
@@ -52,6 +56,7 @@ class _Row:
 class FakeWorker:
     """Implements `core.protocols.Worker`. Steps run late, when they are collected.
 
+    `num_pages` are those of each owner, as are `window.num_pages`.
     `fail_row(serial, output_index)` returns an error text to make that row fail, else None.
     """
 
@@ -60,6 +65,7 @@ class FakeWorker:
         model: NextToken,
         *,
         num_pages: int,
+        num_owners: int = 1,
         page_size: int,
         max_running: int,
         max_model_len: int,
@@ -73,23 +79,28 @@ class FakeWorker:
         self._page_size = page_size
         self._max_model_len = max_model_len
         self._fail_row = fail_row
-        self._cells = np.full((num_pages, page_size), _POISON, dtype=np.int64)
+        self._num_pages = num_pages
+        self._num_owners = num_owners
+        self._cells = np.full((num_owners * num_pages, page_size), _POISON, dtype=np.int64)
         self._flat = self._cells.reshape(-1)  # the same memory
         self._positions = np.arange(max_model_len, dtype=np.int64)
         self._rows: list[_Row | None] = [None] * max_running
         self._queue: deque[StepPlan] = deque()
         self._last_step = -1
-        self._window = None if window is None else WindowMemory(window, page_size)
+        self._window = None if window is None else WindowMemory(window, page_size, num_owners)
 
     @property
     def memory(self) -> npt.NDArray[np.int64]:
-        """The pages' cells, (num_pages, page_size), for transfers to read and write."""
-        return self._cells
+        """The pages' cells, (owners, pages, page_size), for transfers to read and write."""
+        return self._cells.reshape(self._num_owners, self._num_pages, self._page_size)
 
     @property
     def memories(self) -> tuple[npt.NDArray[np.int64], ...]:
         """The same for every component."""
-        return (self._cells,) if self._window is None else (self._cells, self._window.cells)
+        if self._window is None:
+            return (self.memory,)
+        cells = self._window.cells
+        return self.memory, cells.reshape(self._num_owners, -1, self._page_size)
 
     def submit(self, plan: StepPlan) -> None:
         assert len(self._queue) < 2, "at most two plans may be in flight"
@@ -127,20 +138,23 @@ class FakeWorker:
         for row in plan.released:
             assert self._rows[row] is not None, f"row {row} is released but was free"
             self._rows[row] = None
-        self._cells[slots_of(plan.freed_pages)] = _POISON
+        self._cells[flat_slots(plan.freed_pages, self._num_pages)] = _POISON
         if self._window is not None:
-            self._window.free(slots_of(plan.freed_window_pages))
+            self._window.free(plan.freed_window_pages)
         for init in plan.admitted:
             assert self._rows[init.row] is None, f"row {init.row} is given away twice"
             self._rows[init.row] = _Row(init, self._max_model_len, self._page_size)
         for update in plan.table_updates:
             size = self._page_size
             first, end = update.first_page * size, (update.first_page + len(update.refs)) * size
-            cells = slots_of(update.refs)[:, None] * size + np.arange(size)
             state = self._row(update.row)
             assert update.refs.min(initial=0) >= 0, f"{update} names no page"
             assert update.component in (0, 1), f"there is no component {update.component}"
-            table = state.window_cells if update.component else state.cells
+            table, num_pages = state.cells, self._num_pages
+            if update.component:
+                assert self._window is not None, f"{update} is of a window"
+                table, num_pages = state.window_cells, self._window.num_pages
+            cells = flat_slots(update.refs, num_pages)[:, None] * size + np.arange(size)
             table[first:end] = cells.ravel()
 
     def _row(self, row: int) -> _Row:
@@ -168,9 +182,22 @@ class FakeWorker:
     def _attend_window(self, plan: RowPlan, window: WindowMemory) -> None:
         row = self._row(plan.row)
         end = plan.start + plan.count
-        fault = window.compute(row.window_cells, row.tokens[:end], plan)
+        fault = self._misplaced(row, plan, window)
+        fault = fault or window.compute(row.window_cells, row.tokens[:end], plan)
         if fault is not None and plan.serial not in self._void:
             raise PageFault(f"row {plan.row}, serial {plan.serial}: {fault}")
+
+    def _misplaced(self, row: _Row, plan: RowPlan, window: WindowMemory) -> str | None:
+        """What is wrong with where the tokens to compute have their two pages."""
+        if self._num_owners == 1:
+            return None
+        span = slice(plan.start, plan.start + plan.count)
+        owners = row.cells[span] // (self._num_pages * self._page_size)
+        beside = row.window_cells[span] // (window.num_pages * self._page_size)
+        if (owners == beside).all():
+            return None
+        first = plan.start + int(np.argmax(owners != beside))
+        return f"position {first} has its window page on another rank than its full page"
 
     def _attend(self, plan: RowPlan) -> RowResult | None:
         row = self._row(plan.row)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from phloem.cache import HostTier, PrefixCache, WindowConfig
@@ -30,6 +30,7 @@ from phloem.tiers.config import is_exclusive
 __all__ = [
     "Emit",
     "LoopFactory",
+    "Ranks",
     "ReplayReport",
     "ReplayTarget",
     "pages_of",
@@ -41,6 +42,17 @@ Emit: TypeAlias = Callable[[Sequence[OutputChunk]], None]
 LoopFactory: TypeAlias = Callable[[Emit], EngineLoop]
 
 _NO_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """How many ranks own pages, and which one owns which (see `cache.placement`)."""
+
+    count: int = 1
+    placement: str = "striped"
+
+
+ONE_RANK = Ranks()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +90,7 @@ class ReplayReport:
 def simulated_target(
     *,
     num_pages: int,
+    ranks: Ranks = ONE_RANK,
     policy: str = "lpm",
     page_size: int = 16,
     cost: CostModel | None = None,
@@ -85,12 +98,24 @@ def simulated_target(
     write_policy: str = "write_through",
     window: WindowConfig | None = None,
 ) -> ReplayTarget:
-    """The real loop, scheduler, cache and tiers over a worker that computes nothing."""
+    """The real loop, scheduler, cache and tiers over a worker that computes nothing.
+
+    `num_pages` and `window.pages`, given once, are those of each rank.
+    """
+    if window is not None:
+        window = replace(window, pages=window.pages * ranks.count)
 
     def make_loop(emit: Emit) -> EngineLoop:
         clock = VirtualClock()
-        host = HostTier(pages=host_pages, exclusive=is_exclusive(num_pages, host_pages))
-        cache = PrefixCache(page_size=page_size, num_pages=(num_pages,), host=host, window=window)
+        pools = (num_pages,) * ranks.count
+        host = HostTier(pages=host_pages, exclusive=is_exclusive(sum(pools), host_pages))
+        cache = PrefixCache(
+            page_size=page_size,
+            num_pages=pools,
+            placement=ranks.placement,
+            host=host,
+            window=window,
+        )
         tiers = None
         if host_pages:
             transfers = SimTransfers(clock, num_host_pages=host_pages)

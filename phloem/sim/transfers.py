@@ -3,7 +3,8 @@
 Pages have contents where the worker's have (`FakeWorker.memory`); host pages and storage remember
 what was copied into them, so a page that was freed, reused or copied too early shows. A transfer
 reads and writes at a moment that is drawn between its start and its end: no order may be relied on.
-A second component has a memory, a host and names in storage of its own.
+A second component has a memory, a host and names in storage of its own. The device pages of several
+owners are one memory (owners, pages, page_size); the host is shared by all.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phloem.core.clock import VirtualClock
-from phloem.core.refs import slots_of
+from phloem.core.refs import owner_of, slot_of
 from phloem.core.store import Gone
 from phloem.core.transfer import Transfer, TransferKind, TransferResult
 
@@ -255,11 +256,11 @@ class SimTransfers:
         memory, host = self._memories[transfer.component], self.hosts[transfer.component]
         if kind in (TransferKind.BACKUP_HOST, TransferKind.LOAD_BACK):
             if memory is not None and host is not None:
-                device, slot = slots_of(transfer.device)[index], transfer.host[index]
+                device, slot = _page(memory, transfer, index), transfer.host[index]
                 if kind is TransferKind.BACKUP_HOST:
-                    host[slot] = memory[device]
+                    host[slot] = device
                 else:
-                    memory[device] = host[slot]
+                    device[:] = host[slot]
             return True
         if self.storage is None:
             return False
@@ -279,11 +280,18 @@ class SimTransfers:
     def _spoil(self, transfer: Transfer, index: int) -> None:
         memory, host = self._memories[transfer.component], self.hosts[transfer.component]
         if transfer.kind is TransferKind.LOAD_BACK and memory is not None:
-            memory[slots_of(transfer.device)[index]] = _POISON
+            _page(memory, transfer, index)[:] = _POISON
         elif transfer.kind not in _HOST_READS and host is not None and len(transfer.host):
             host[transfer.host[index]] = _POISON
 
 
+def _page(memory: Memory, transfer: Transfer, index: int) -> Memory:
+    """A view of one device page."""
+    ref = int(transfer.device[index])
+    page: Memory = memory[owner_of(ref), slot_of(ref)]
+    return page
+
+
 def _host_of(memory: Memory | None, num_pages: int) -> Memory | None:
     """Host pages of a component whose device pages have contents."""
-    return None if memory is None else np.full((num_pages, memory.shape[1]), _POISON, np.int64)
+    return None if memory is None else np.full((num_pages, memory.shape[-1]), _POISON, np.int64)

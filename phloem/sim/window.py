@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phloem.core.plan import RowPlan
+from phloem.core.refs import PageRefs, flat_slots
 
 __all__ = ["FakeWindow", "PageFault", "WindowMemory"]
 
@@ -42,7 +43,7 @@ class FakeWindow:
 
     tokens: int  # the token itself included
     layers: int
-    num_pages: int
+    num_pages: int  # of each owner
 
     def __post_init__(self) -> None:
         assert self.tokens >= 1, f"a window of {self.tokens} tokens"
@@ -52,15 +53,17 @@ class FakeWindow:
 class WindowMemory:
     """The window component's pages, as the worker has them."""
 
-    def __init__(self, window: FakeWindow, page_size: int) -> None:
-        self.cells: Cells = np.full((window.num_pages, page_size), _POISON, dtype=np.int64)
+    def __init__(self, window: FakeWindow, page_size: int, num_owners: int = 1) -> None:
+        self.num_pages = window.num_pages
+        num_pages = num_owners * window.num_pages
+        self.cells: Cells = np.full((num_pages, page_size), _POISON, dtype=np.int64)
         self._flat = self.cells.reshape(-1)  # the same memory
         self._tokens = window.tokens
         self._layers = window.layers
 
-    def free(self, slots: npt.NDArray[np.int64]) -> None:
+    def free(self, refs: PageRefs) -> None:
         """Poison pages that were given back."""
-        self.cells[slots] = _POISON
+        self.cells[flat_slots(refs, self.num_pages)] = _POISON
 
     def compute(self, table: Cells, ids: npt.NDArray[np.int32], plan: RowPlan) -> str | None:
         """Read and write what the row's window layers do; returns what is wrong with it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -13,20 +14,70 @@ from phloem.core.plan import RowPlan, StepPlan
 from phloem.kv.sizing import pages_for_tokens
 from phloem.worker.rows import RowTables
 
-__all__ = ["StepInputs", "build_inputs"]
+__all__ = ["RankShare", "StepInputs", "build_inputs"]
+
+_Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """Which tokens of a step `rank` computes: those whose page of component 0 it owns.
+
+    Tables then hold global page numbers: owner * pages_per_rank + slot.
+    """
+
+    rank: int
+    pages_per_rank: int
+
+    def positions(self, row: RowPlan, tables: RowTables, page_size: int) -> _Ints | None:
+        """The row's own positions, in order; None: all of them."""
+        first = row.start // page_size
+        end = pages_for_tokens(row.start + row.count, page_size)
+        pages = tables.slots(row.row, end, first_page=first)
+        own = pages // self.pages_per_rank == self.rank
+        if own.all():
+            return None
+        at: _Ints = np.arange(row.start, row.start + row.count, dtype=np.int64)
+        mine: _Ints = at[own[at // page_size - first]]
+        return mine
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """`tokens` and `positions` are (N,); `batches` are the components' views of the same spans;
-    `sampled` are the rows that want a token, and `last_index` (S,) their last positions in the flat
-    batch."""
+    """`tokens` and `positions` are (N,); `batches` are the components' views of the same spans, one
+    for each of `rows`, which lack those of which this rank computes nothing. `sampled` are the rows
+    that want a token from here, and `last_index` (S,) their last positions in the flat batch."""
 
     tokens: Tensor
     positions: Tensor
     batches: tuple[RaggedBatch, ...]
+    rows: tuple[RowPlan, ...]
     sampled: tuple[RowPlan, ...]
     last_index: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What is computed here of a row: as `RowSpan`, without pages."""
+
+    row: RowPlan
+    first: int
+    start: int
+    count: int
+    at: _Ints | None
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count if self.at is None else int(self.at[-1]) + 1
+
+    @property
+    def samples(self) -> bool:
+        return self.row.sample and self.end == self.row.start + self.row.count
+
+    def tokens(self, tables: RowTables) -> _Ints:
+        ids = tables.tokens(self.row)
+        low = self.start - self.row.start
+        return ids[low : low + self.count] if self.at is None else ids[self.at - self.row.start]
 
 
 def build_inputs(
@@ -36,45 +87,68 @@ def build_inputs(
     page_size: int,
     window: int | None = None,
     device: torch.device,
+    share: RankShare | None = None,
 ) -> StepInputs:
     """Flatten the plan's rows, in their order. The plan has at least one row.
 
-    `window`: of the layers of component 1; None if there are none.
+    `window`: of the layers of component 1; None if there are none. `share`: what this rank computes
+    of them, perhaps nothing; None: everything.
     """
-    ids, sampled, last, firsts = [], [], [], []
-    first = 0
-    for row in plan.rows:
-        ids.append(tables.tokens(row))
-        firsts.append(first)
-        first += row.count
-        if row.sample:
-            sampled.append(row)
-            last.append(first - 1)
-    rows = list(zip(plan.rows, firsts, strict=True))
-    full = RaggedBatch(tuple(_full(row, at, tables, page_size) for row, at in rows), page_size)
+    parts = _parts(plan, tables, page_size, share)
+    full = RaggedBatch(tuple(_full(part, tables, page_size) for part in parts), page_size)
     batches: tuple[RaggedBatch, ...] = (full,)
     if window is not None:
-        spans = tuple(_window(row, at, tables, page_size, window) for row, at in rows)
+        spans = tuple(_window(part, tables, page_size, window) for part in parts)
         batches = (full, RaggedBatch(spans, page_size))
+    ids = [part.tokens(tables) for part in parts]
+    last = [part.first + part.count - 1 for part in parts if part.samples]
     return StepInputs(
-        tokens=torch.from_numpy(np.concatenate(ids)).to(device),
+        tokens=torch.from_numpy(np.concatenate(ids) if ids else np.empty(0, np.int64)).to(device),
         positions=torch.from_numpy(full.positions()).to(device),
         batches=batches,
-        sampled=tuple(sampled),
+        rows=tuple(part.row for part in parts),
+        sampled=tuple(part.row for part in parts if part.samples),
         last_index=torch.tensor(last, dtype=torch.int64, device=device),
     )
 
 
-def _full(row: RowPlan, first: int, tables: RowTables, page_size: int) -> RowSpan:
+def _parts(
+    plan: StepPlan, tables: RowTables, page_size: int, share: RankShare | None
+) -> list[_Part]:
+    parts, first = [], 0
+    for row in plan.rows:
+        at = None if share is None else share.positions(row, tables, page_size)
+        if at is None:
+            part = _Part(row, first, row.start, row.count, None)
+        elif not len(at):
+            continue
+        else:
+            gaps = int(at[-1]) - int(at[0]) >= len(at)
+            part = _Part(row, first, int(at[0]), len(at), at if gaps else None)
+        parts.append(part)
+        first += part.count
+    return parts
+
+
+def _full(part: _Part, tables: RowTables, page_size: int) -> RowSpan:
     """All pages of the row; what is shared is read and not written again."""
-    slots = tables.slots(row.row, pages_for_tokens(row.start + row.count, page_size))
-    return RowSpan(first, row.start, row.count, slots, write_from=row.write_from)
+    slots = tables.slots(part.row.row, pages_for_tokens(part.end, page_size))
+    write_from = part.row.write_from
+    return RowSpan(part.first, part.start, part.count, slots, write_from=write_from, at=part.at)
 
 
-def _window(row: RowPlan, first: int, tables: RowTables, page_size: int, window: int) -> RowSpan:
-    """The pages within the window of the row's first token, and those of its own tokens."""
-    low = max(row.window_from, row.start - window + 1, 0)
+def _window(part: _Part, tables: RowTables, page_size: int, window: int) -> RowSpan:
+    """The pages within the window of the part's first token, and those of its own tokens."""
+    low = max(part.row.window_from, part.start - window + 1, 0)
     base = low // page_size
-    end = pages_for_tokens(row.start + row.count, page_size)
-    slots = tables.slots(row.row, end, first_page=base, component=1)
-    return RowSpan(first, row.start, row.count, slots, base=base, read_from=row.window_from)
+    end = pages_for_tokens(part.end, page_size)
+    slots = tables.slots(part.row.row, end, first_page=base, component=1)
+    return RowSpan(
+        part.first,
+        part.start,
+        part.count,
+        slots,
+        base=base,
+        read_from=part.row.window_from,
+        at=part.at,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 
 import numpy as np
 import pytest
@@ -228,15 +229,16 @@ def test_freed_pages_are_reported_once_and_only_when_asked_for():
     ("options", "words"),
     [
         ({"page_size": 0}, "page_size must be at least 1, got 0"),
-        ({"num_pages": (0,)}, "num_pages must be at least 1, got 0"),
-        ({"num_pages": (-5,)}, "got -5"),
-        ({"num_pages": ()}, "one owner"),
-        ({"num_pages": (4, 4)}, "one owner"),
+        ({"num_pages": (0,)}, "num_pages must be at least 1 for each rank, got (0,)"),
+        ({"num_pages": (-5,)}, "got (-5,)"),
+        ({"num_pages": ()}, "for each rank"),
+        ({"num_pages": (4, 0)}, "for each rank"),
+        ({"placement": "random"}, "unknown placement 'random'"),
         ({"eviction": "luck"}, "unknown eviction policy 'luck'; known: lru"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(options, words):
-    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
+    with pytest.raises(ConfigError, match=re.escape(words)):
         PrefixCache(**{"page_size": 4, "num_pages": (8,), **options})
 
 

@@ -81,7 +81,7 @@ def test_window_pages_that_are_read_are_never_evicted():
     held = one.window_refs.tolist()[one.window.low :]
     other = open_request(cache, run_of(500, 60))
     before = cache.state.digest()
-    assert not cache.can_extend_window(12 - len(held) + 1)
+    assert cache.window_room() == [12 - len(held)] == [other.window_fitting(12)]
     with pytest.raises(NoRoom):
         other.window_extend(12 - len(held) + 1)
     assert cache.state.digest() == before

@@ -12,6 +12,7 @@ from phloem.cache.window_lease import WindowLease
 from phloem.cache.window_ledger import WindowLedger
 from phloem.cache.window_match import WindowMatch, runs_of
 from phloem.cache.window_state import WindowState
+from phloem.core.refs import owner_of
 from tests.cache import test_window_match
 from tests.cache.test_window_walk import take_a_walk
 
@@ -117,7 +118,8 @@ def evict_locked_pages(patch):
     def drop(self, tail):
         pages = [page for page in tail.pages if self._needs[page] == 1]
         original(self, tail)
-        self._leftovers.update((page, None) for page in pages)
+        for page in pages:
+            self._leftovers[owner_of(page)][page] = None
 
     patch.setattr(Tails, "_drop", drop)
 

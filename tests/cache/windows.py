@@ -22,19 +22,24 @@ def make_windows(
     window_pages: int = PLENTY,
     window_host_pages: int = 0,
     checkpoint: int = 0,
+    num_owners: int = 1,
     **options: object,
 ) -> PrefixCache:
-    """A cache of a model with window layers that records what it frees."""
+    """A cache of a model with window layers that records what it frees; pages are each owner's."""
     config = WindowConfig(
         tokens=window,
         layers=layers,
-        pages=(window_pages,),
+        pages=(window_pages,) * num_owners,
         host_pages=window_host_pages,
         checkpoint=checkpoint,
     )
     return PrefixCache(
-        page_size=page_size, num_pages=(pages,), window=config, record_freed=True, **options
-    )  # type: ignore[arg-type]
+        page_size=page_size,
+        num_pages=(pages,) * num_owners,
+        window=config,
+        record_freed=True,
+        **options,  # type: ignore[arg-type]
+    )
 
 
 def open_request(
@@ -61,8 +66,8 @@ def compute(
     while start < end:
         stop = min(end, start + chunk)
         request.window_advance(start)
-        request.window_extend(-(-stop // size))
         request.extend(-(-stop // size) - request.num_pages)
+        request.window_extend(-(-stop // size))
         request.commit(tokens[: 4 * stop])
         if check:
             check_invariants(cache)

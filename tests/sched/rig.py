@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from phloem.cache import CacheState, HostTier, PrefixCache, WindowConfig, check_invariants
 from phloem.core.clock import VirtualClock
@@ -66,6 +67,8 @@ class Rig:
         *,
         page_size: int = 4,
         num_pages: int = 64,
+        num_owners: int = 1,
+        placement: str = "striped",
         max_model_len: int = 4096,
         model: NextToken | None = None,
         cache_enabled: bool = True,
@@ -78,23 +81,31 @@ class Rig:
         window: WindowConfig | None = None,
         **config,
     ) -> None:
+        """`num_pages` are those of each owner, as are `window.pages`, given once."""
         self.page_size = page_size
+        pools = (num_pages,) * num_owners
+        if window is not None:
+            window = replace(window, pages=window.pages * num_owners)
         self.config = SchedulerConfig(max_model_len=max_model_len, **config)
         self.cache = PrefixCache(
             page_size=page_size,
-            num_pages=(num_pages,),
+            num_pages=pools,
+            placement=placement,
             enabled=cache_enabled,
             record_freed=True,
-            host=HostTier(pages=host_pages, exclusive=is_exclusive(num_pages, host_pages)),
+            host=HostTier(pages=host_pages, exclusive=is_exclusive(sum(pools), host_pages)),
             window=window,
         )
         self.clock = VirtualClock()
-        self.follower = CacheState(page_size, (num_pages,), host_pages=host_pages, window=window)
+        self.follower = CacheState(
+            page_size, self.cache.num_pages, host_pages=host_pages, window=self.cache.window
+        )
         self.cache.leader.log.attach(self.follower)
         self.model = hash_model(VOCAB) if model is None else model
         self.worker = RecordingWorker(
             self.model,
             num_pages=num_pages,
+            num_owners=num_owners,
             page_size=page_size,
             max_running=self.config.max_running,
             max_model_len=max_model_len,

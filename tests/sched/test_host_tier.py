@@ -11,7 +11,7 @@ from phloem.core.transfer import TransferKind
 from phloem.sim import SimStorage
 from phloem.tiers import PREFETCH_POLICIES, WRITE_POLICIES, TierConfig
 from tests.sched.rig import Rig, prompt_of
-from tests.sched.test_random_walk import add_some
+from tests.sched.test_random_walk import RANKS, add_some
 
 
 def served(rig: Rig, name: str, prompt: list[int], max_tokens: int = 1):
@@ -58,14 +58,24 @@ FAILS = {
 }
 
 
-def walk(seed: int, *, page_size: int, steps: int, storage: SimStorage | None = None) -> Rig:
+def walk(
+    seed: int,
+    *,
+    page_size: int,
+    steps: int,
+    storage: SimStorage | None = None,
+    owners: int = 1,
+    placement: str = "striped",
+) -> Rig:
     rng = random.Random(f"host/{seed}/{page_size}")
     num_pages = rng.randrange(80, 300) // page_size
     broken = rng.random() < 0.6
     chance = random.Random(seed)
     rig = Rig(
         page_size=page_size,
-        num_pages=num_pages,
+        num_pages=num_pages // owners,
+        num_owners=owners,
+        placement=placement,
         host_pages=max(1, int(num_pages * rng.choice((0.3, 1, 2, 5)))),
         tiers=TierConfig(
             write_policy=rng.choice(WRITE_POLICIES), prefetch_policy=rng.choice(PREFETCH_POLICIES)
@@ -110,6 +120,24 @@ def walk(seed: int, *, page_size: int, steps: int, storage: SimStorage | None = 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_answer_of_a_walk_with_a_host_tier_is_cold(seed: int, page_size: int):
     walk(seed, page_size=page_size, steps=200)
+
+
+@pytest.mark.parametrize(("owners", "placement"), RANKS)
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_answer_with_a_host_tier_over_several_ranks_is_cold(
+    seed: int, page_size: int, owners: int, placement: str
+):
+    walk(seed, page_size=page_size, steps=150, owners=owners, placement=placement)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_one_rank_count_stores_another_one_finds(seed: int):
+    """Engines with 2, 1 and 4 ranks after each other, on one storage."""
+    storage = SimStorage()
+    for owners in (2, 1, 4):
+        walk(seed, page_size=4, steps=80, storage=storage, owners=owners)
+    assert storage.puts > 0
 
 
 def test_walks_with_a_host_tier_do_what_they_are_for():

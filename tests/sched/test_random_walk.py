@@ -13,11 +13,19 @@ from tests.sched.rig import VOCAB, Rig, prompt_of
 POLICIES = ("fcfs", "lpm", "hrrn", "routing_key")
 
 
-def walk(seed: int, *, page_size: int, steps: int) -> Rig:
+# Ranks that own pages, and how they share them; one alone is what most walks have.
+RANKS = ((2, "striped"), (4, "striped"), (4, "contiguous"), (2, "replicate"))
+
+
+def walk(
+    seed: int, *, page_size: int, steps: int, owners: int = 1, placement: str = "striped"
+) -> Rig:
     rng = random.Random(f"{seed}/{page_size}")
     rig = Rig(
         page_size=page_size,
-        num_pages=rng.randrange(100, 400) // page_size,
+        num_pages=rng.randrange(100, 400) // page_size // owners,
+        num_owners=owners,
+        placement=placement,
         max_running=rng.choice((2, 6, 12)),
         max_prefill_tokens=rng.choice((page_size, 24, 100, 4096)),
         policy=rng.choice(POLICIES),
@@ -79,6 +87,16 @@ def test_every_answer_of_a_walk_is_cold(seed: int, page_size: int) -> None:
     """84 walks of 250 steps and their endings: more than 20,000 loop steps in all."""
     rig = walk(seed, page_size=page_size, steps=250)
     assert rig.steps >= 250
+
+
+@pytest.mark.parametrize(("owners", "placement"), RANKS)
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_answer_over_several_ranks_is_cold(
+    seed: int, page_size: int, owners: int, placement: str
+) -> None:
+    """Pages of every rank are read and written, given away and poisoned."""
+    walk(seed, page_size=page_size, steps=200, owners=owners, placement=placement)
 
 
 def test_walks_do_what_they_are_for() -> None:

@@ -14,12 +14,14 @@ import pytest
 from phloem.cache import WindowConfig, check_invariants
 from phloem.kv.sizing import least_window_pages
 from tests.sched.rig import Rig, prompt_of
-from tests.sched.test_random_walk import POLICIES, add_some
+from tests.sched.test_random_walk import POLICIES, RANKS, add_some
 
 WINDOWS = (1, 2, 4, 8, 16, 40)
 
 
-def walk(seed: int, *, page_size: int, steps: int) -> Rig:
+def walk(
+    seed: int, *, page_size: int, steps: int, owners: int = 1, placement: str = "striped"
+) -> Rig:
     rng = random.Random(f"windows/{seed}/{page_size}")
     tokens = rng.choice(WINDOWS)
     least = least_window_pages(tokens, page_size)
@@ -32,7 +34,9 @@ def walk(seed: int, *, page_size: int, steps: int) -> Rig:
     )
     rig = Rig(
         page_size=page_size,
-        num_pages=num_pages,
+        num_pages=max(1, num_pages // owners),
+        num_owners=owners,
+        placement=placement,
         window=window,
         max_running=rng.choice((2, 6, 12)),
         max_prefill_tokens=rng.choice((page_size, 24, 100, 4096)),
@@ -84,6 +88,16 @@ def assert_holds_little(rig: Rig) -> None:
 @pytest.mark.parametrize("seed", range(14))
 def test_every_answer_of_a_walk_with_windows_is_cold(seed: int, page_size: int) -> None:
     walk(seed, page_size=page_size, steps=250)
+
+
+@pytest.mark.parametrize(("owners", "placement"), RANKS)
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_answer_with_windows_over_several_ranks_is_cold(
+    seed: int, page_size: int, owners: int, placement: str
+) -> None:
+    """And no token is computed on a rank that has not its window page."""
+    walk(seed, page_size=page_size, steps=200, owners=owners, placement=placement)
 
 
 def test_walks_with_windows_do_what_they_are_for() -> None:

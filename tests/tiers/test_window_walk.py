@@ -16,7 +16,7 @@ from phloem.sim import SimStorage
 from phloem.tiers import PREFETCH_POLICIES, WRITE_POLICIES, TierConfig
 from tests.sched.rig import Rig, prompt_of
 from tests.sched.test_host_tier import FAILS
-from tests.sched.test_random_walk import add_some
+from tests.sched.test_random_walk import RANKS, add_some
 
 WINDOWS = (1, 2, 4, 8, 16, 40)
 
@@ -41,6 +41,8 @@ def walk(
     steps: int,
     storage: SimStorage | None = None,
     calm: bool = False,
+    owners: int = 1,
+    placement: str = "striped",
 ) -> Rig:
     """`calm`: nothing fails, and requests wait for storage."""
     rng = random.Random(f"window/{seed}/{page_size}")
@@ -49,7 +51,9 @@ def walk(
     chance = random.Random(seed)
     rig = Rig(
         page_size=page_size,
-        num_pages=num_pages,
+        num_pages=max(1, num_pages // owners),
+        num_owners=owners,
+        placement=placement,
         host_pages=max(1, int(num_pages * rng.choice((0.3, 1, 2, 5)))),
         window=window_of(random.Random(f"{seed // 100}/{page_size}"), page_size, num_pages),
         tiers=TierConfig(
@@ -104,6 +108,15 @@ def lose_something(rig: Rig, rng: random.Random) -> None:
 @pytest.mark.parametrize("seed", range(0, 700, 100))
 def test_every_answer_of_a_walk_with_windows_and_tiers_is_cold(seed: int, page_size: int):
     walk(seed, page_size=page_size, steps=120)
+
+
+@pytest.mark.parametrize(("owners", "placement"), RANKS)
+@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize("seed", range(0, 300, 100))
+def test_every_answer_with_windows_and_tiers_over_several_ranks_is_cold(
+    seed: int, page_size: int, owners: int, placement: str
+):
+    walk(seed, page_size=page_size, steps=100, owners=owners, placement=placement)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

@@ -48,7 +48,8 @@ NATIVE_POINTS = (
 
 TORCH_POINTS = (
     Point("phloem.attention.gather:GatherAttention.plan", "attention plan", "inputs"),
-    Point("phloem.attention.gather:GatherAttention.run", "attention", "layers"),
+    Point("phloem.attention.gather:GatherAttention.write", "write K and V", "layers"),
+    Point("phloem.attention.gather:GatherAttention.attend", "attention", "layers"),
     Point("phloem.kernels.torch_ops:TorchOps.linear", "linear", "layers"),
     Point("phloem.kernels.torch_ops:TorchOps.rms_norm", "norm", "layers"),
     Point("phloem.kernels.torch_ops:TorchOps.rope", "rope", "layers"),

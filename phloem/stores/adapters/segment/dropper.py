@@ -16,6 +16,7 @@ from phloem.stores.adapters.segment.index import Index, Location
 __all__ = ["Dropper", "Moves"]
 
 PATIENCE_S = 1.0
+MAX_KEPT = MAX_DROPS * 7 // 8  # beyond, living objects go with the dropped ones of their segment
 
 
 class Moves:
@@ -88,7 +89,7 @@ class Dropper:
             return False
 
     def _compact(self, more: Sequence[Drop]) -> bool:
-        """Write the log anew, at most half full, with `more`.
+        """Write the log anew with `more`, and with some room left.
 
         What means former lives goes. If that is not enough, whole segments are dropped instead of
         many objects of them, those first of which nothing is left.
@@ -105,7 +106,7 @@ class Dropper:
         )
         total = sum(map(len, lives.values()))
         for has_more, _, generation in costs:
-            if has_more and total <= MAX_DROPS // 2:
+            if has_more and total <= MAX_KEPT:
                 break
             total -= len(lives[generation]) - 1
             tail = segments[generation].tail

@@ -18,7 +18,7 @@ from phloem.stores.backend import Item, Usage, num_bytes
 
 __all__ = ["SegmentBackend"]
 
-NUM_WRITERS = 2  # while one waits for the disk the other prepares its frames
+NUM_WRITERS = 3  # two keep the disk busy while the third prepares its frames
 SEGMENTS_PER_WRITER = 4  # at least
 
 
