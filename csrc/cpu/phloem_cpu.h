@@ -177,6 +177,10 @@ PHLOEM_API int32_t phloem_layer_project(phloem_ctx *ctx, const phloem_layer *lay
 PHLOEM_API int32_t phloem_layer_finish(phloem_ctx *ctx, const phloem_layer *layer,
                                        const phloem_kv_layer *kv, const phloem_batch *batch,
                                        void *hidden, int32_t dtype, float *qkv);
+/* The second one without attention, whose result is in the place of q. */
+PHLOEM_API int32_t phloem_layer_output(phloem_ctx *ctx, const phloem_layer *layer,
+                                       const phloem_kv_layer *kv, const phloem_batch *batch,
+                                       void *hidden, int32_t dtype, float *qkv);
 /* First index of the greatest logit of each row (m, n); -1 if the row has a NaN. */
 PHLOEM_API int32_t phloem_argmax(phloem_ctx *ctx, const void *x, int32_t dtype, int64_t m,
                                  int64_t n, int64_t stride, int64_t *out);

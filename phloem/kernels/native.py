@@ -286,6 +286,12 @@ class NativeKernels:
         """The rest of it, from attention on; overwrites `qkv`."""
         self._half_layer(self._lib.phloem_layer_finish, layer, kv, batch, (hidden, qkv))
 
+    def layer_output(
+        self, layer: abi.Layer, kv: abi.KvLayer, batch: NativeBatch, hidden: Tensor, qkv: Tensor
+    ) -> None:
+        """`layer_finish` after attention, whose result (N, q) is at the front of `qkv`."""
+        self._half_layer(self._lib.phloem_layer_output, layer, kv, batch, (hidden, qkv))
+
     def _half_layer(
         self,
         half: Callable[..., int],

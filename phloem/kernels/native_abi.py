@@ -230,6 +230,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "phloem_layer_forward": (_I32, (_PTR, c.POINTER(Layer), _KV, _BATCH, _PTR, _I32)),
     "phloem_layer_project": (_I32, (_PTR, c.POINTER(Layer), _KV, _BATCH, _PTR, _I32, _PTR)),
     "phloem_layer_finish": (_I32, (_PTR, c.POINTER(Layer), _KV, _BATCH, _PTR, _I32, _PTR)),
+    "phloem_layer_output": (_I32, (_PTR, c.POINTER(Layer), _KV, _BATCH, _PTR, _I32, _PTR)),
     "phloem_argmax": (_I32, (_PTR, _PTR, _I32, _I64, _I64, _I64, _PTR)),
     "phloem_top_k": (_I32, (_PTR, _PTR, _I32, _I64, _I64, _PTR, _PTR, _PTR)),
     "phloem_copy_pages": (_I32, (_PTR, _PTR, _PTR, _PTR, _PTR, _I64, _I64)),
