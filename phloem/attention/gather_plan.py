@@ -12,7 +12,7 @@ Rows with one new token are padded into a few batches of similar length.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -71,9 +71,9 @@ class BandedChunk:
 class DecodeBatch:
     """Rows with one new token each, padded to the longest.
 
-    `rows` (B,) in the flat batch; `index` (2, G, B, n); tokens low ... high - 1 of each row's
+    `rows` (B,) in the flat batch; `index` (J, G, B, n); tokens low ... high - 1 of each row's
     gather are keys. Where rows differ: `mask` (B, 1, 1, high - low) additive and `stale`, the rows
-    of the gather, seen as (2 * K * B * S, D), to zero.
+    of the gather, seen as (J * K * B * S, D), to zero.
     """
 
     rows: Tensor
@@ -112,23 +112,27 @@ class Planner:
         self._buffer, self._window = buffer, window
         self._device = buffer.data.device
         self._band = MIN_BAND if window is None else min(MAX_BAND, max(MIN_BAND, window))
-        self._striped = StripedBands(window, self._band, buffer.data)
+        self._striped = StripedBands(window, self._band, buffer.dtype, buffer.data.device)
         self._mask = torch.zeros((0, 0))  # of a whole band, over as many keys as were needed so far
 
-    def plan(self, batch: RaggedBatch) -> GatherPlan:
-        """Raises nothing; `batch` comes from the step plan and is trusted."""
+    def plan_write(self, batch: RaggedBatch) -> GatherPlan:
+        """A plan that attends to nothing."""
         slots, offsets = batch.token_slots(), batch.positions() % batch.page_size
         written = batch.written()
         if written is not None:
             slots, offsets = slots[written], offsets[written]
+        index = self._to_device(self._buffer.token_index(slots, offsets))
+        return GatherPlan(None if written is None else self._to_device(written), index, (), (), ())
+
+    def plan(self, batch: RaggedBatch) -> GatherPlan:
+        """Raises nothing; `batch` comes from the step plan and is trusted."""
         several = [span for span in batch.spans if span.count > 1]
         singles = sorted(
             (self._keys(span) for span in batch.spans if span.count == 1), key=lambda k: k.high
         )
         full = self._window is None
-        return GatherPlan(
-            written=None if written is None else self._to_device(written),
-            write_index=self._to_device(self._buffer.token_index(slots, offsets)),
+        return replace(
+            self.plan_write(batch),
             chunks=tuple(self._chunk(s) for s in several) if full else (),
             banded=() if full else tuple(self._banded(s) for s in several),
             decodes=tuple(self._decode(group) for group in self._group(singles)),
@@ -177,7 +181,7 @@ class Planner:
             known = min(self._window - 1, max(before, 2 * known))
             keys, queries = torch.arange(-known, self._band), torch.arange(self._band)[:, None]
             hidden = (keys > queries) | (keys <= queries - self._window)
-            mask = torch.zeros(hidden.shape, dtype=self._buffer.data.dtype)
+            mask = torch.zeros(hidden.shape, dtype=self._buffer.dtype)
             self._mask = mask.masked_fill_(hidden, -torch.inf).to(self._device)
         return self._mask[:count, known - before : known + count]
 
@@ -190,8 +194,8 @@ class Planner:
 
     def _group(self, rows: list[_Keys]) -> list[list[_Keys]]:
         """Cut rows, sorted by length, where padding or memory would grow too large."""
-        data = self._buffer.data
-        token_bytes = 2 * self._buffer.num_kv_heads * self._buffer.head_dim * data.element_size()
+        width = self._buffer.num_sides * self._buffer.num_kv_heads * self._buffer.head_dim
+        token_bytes = width * self._buffer.dtype.itemsize
         groups: list[list[_Keys]] = []
         for row in rows:
             group = groups[-1] if groups else []
@@ -217,7 +221,7 @@ class Planner:
             unused = (tokens < lows[:, None]) | (tokens >= highs[:, None])  # (B, S)
             ends = np.array([len(row.slots) * size for row in group])
             stale = self._to_device(self._stale_rows(unused & (tokens < ends[:, None])))
-            mask = torch.zeros((len(group), 1, 1, high - low), dtype=self._buffer.data.dtype)
+            mask = torch.zeros((len(group), 1, 1, high - low), dtype=self._buffer.dtype)
             mask.masked_fill_(torch.from_numpy(unused[:, None, None, low:high]), -torch.inf)
             mask = mask.to(self._device)
         return DecodeBatch(
@@ -230,9 +234,10 @@ class Planner:
         )
 
     def _stale_rows(self, within: npt.NDArray[np.bool_]) -> _Ints:
-        """Rows of (2 * K, B * S) where `within` (B, S) is true, for every K and V head."""
+        """Rows of (J * K, B * S) where `within` (B, S) is true, for every K and V head."""
         tokens = np.flatnonzero(within)
-        heads = np.arange(2 * self._buffer.num_kv_heads, dtype=np.int64) * within.size
+        rows = self._buffer.num_sides * self._buffer.num_kv_heads
+        heads = np.arange(rows, dtype=np.int64) * within.size
         return np.ascontiguousarray((heads[:, None] + tokens).reshape(-1))
 
     def _to_device(self, array: _Ints) -> Tensor:

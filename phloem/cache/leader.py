@@ -15,7 +15,7 @@ from phloem.cache.ghosts import Ghosts
 from phloem.cache.host_ledger import Backup, HostLedger
 from phloem.cache.match import Match
 from phloem.cache.node import REF_BYTES, Node
-from phloem.cache.placement import PlacementPolicy, take_shares
+from phloem.cache.placement import PlacementPolicy, num_displaced, take_pages
 from phloem.cache.reservation import Reservation
 from phloem.cache.residence import covered
 from phloem.cache.state import CacheState
@@ -44,6 +44,7 @@ class Leader:
         "backups",
         "demoted_pages",
         "evicted_pages",
+        "evicts_for_placement",
         "ghosts",
         "host",
         "log",
@@ -76,6 +77,7 @@ class Leader:
         self.log = CommandLog(state)
         self.policy = policy
         self.placement = placement
+        self.evicts_for_placement = True  # not where what leaves the device must be copied first
         self.ghosts = ghosts
         self.record_freed = record_freed
         self.evicted_pages = 0  # from the device
@@ -126,8 +128,8 @@ class Leader:
         """Take pages, evicting as many as are missing. Raises NoRoom and changes nothing else.
 
         `last`: the owner of the page that they come after, if the request has taken it before.
-        What goes is what was used longest ago, on whatever rank: placement sends each page to a
-        rank with room, so no more is evicted than pages are missing on all ranks together.
+        What goes is what was used longest ago, on whatever rank: with pages missing on all ranks
+        together there is room enough, and placement sends each page to a rank that has some.
         """
         missing = num_pages - self.state.free_pages
         if missing > 0:
@@ -140,12 +142,20 @@ class Leader:
         allocators = self.state.allocators
         if len(allocators) == 1:
             return self._take(0, num_pages)
-        free = [allocator.num_free for allocator in allocators]
-        if last is None:
-            owners = self.placement.begin(num_pages, free)
-        else:
-            owners = self.placement.go_on(num_pages, free, last)
-        return take_shares(owners, self._take)
+        return self._take_placed(num_pages, last)
+
+    def _take_placed(self, num_pages: int, last: int | None) -> bytes:
+        """As the policy wants them placed: it may evict more for that, up to a price."""
+        policy = self.placement
+        price = policy.price(num_pages) if self.evicts_for_placement else 0
+        while True:
+            free = [allocator.num_free for allocator in self.state.allocators]
+            start = policy.start(free, last)
+            missing = num_displaced(num_pages, free, start, policy.step) if price else 0
+            evicted = self.evict(min(price, missing)) if missing else 0
+            if not evicted:
+                return take_pages(num_pages, free, start, policy.step, self._take)
+            price -= evicted
 
     def _take(self, owner: int, num_pages: int) -> bytes:
         return cast(bytes, self.log.append(commands.alloc(owner, num_pages)))

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from phloem.config.hf_deepseek import deepseek
 from phloem.config.hf_rope import rope_config, rope_of_kind
 from phloem.config.hf_values import Json, as_int, need_float, need_int, positive
 from phloem.config.model import Activation, LayerSpec
@@ -164,6 +165,8 @@ def _layers(
 
 
 HF_FAMILIES: dict[str, Callable[[Json], _Fields]] = {
+    "deepseek_v2": deepseek,
+    "deepseek_v3": deepseek,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gemma3_text": _gemma3,

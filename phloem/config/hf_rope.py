@@ -9,7 +9,7 @@ from phloem.config.hf_values import Json, need_float, need_int, positive
 from phloem.config.model import RopeConfig, RopeKind
 from phloem.core.errors import ConfigError
 
-__all__ = ["rope_config", "rope_of_kind"]
+__all__ = ["rope_config", "rope_of_kind", "yarn_growth"]
 
 _KINDS = "default, linear, llama3, yarn"
 
@@ -68,8 +68,12 @@ def _yarn_scale(scaling: Json, factor: float) -> float:
     given = positive(scaling, "attention_factor")
     if given is not None:
         return given
-    growth = 0.1 * math.log(factor) if factor > 1 else 0.0
     over, under = positive(scaling, "mscale"), positive(scaling, "mscale_all_dim")
     if over is not None and under is not None:
-        return (over * growth + 1.0) / (under * growth + 1.0)
-    return growth + 1.0
+        return yarn_growth(factor, over) / yarn_growth(factor, under)
+    return yarn_growth(factor)
+
+
+def yarn_growth(factor: float, weight: float = 1.0) -> float:
+    """By how much scores of a context `factor` times as long are to grow, before it is squared."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

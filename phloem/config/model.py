@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from phloem.config.mla import MLAConfig
 from phloem.core.errors import ConfigError
 
 __all__ = ["Activation", "LayerSpec", "ModelConfig", "RopeConfig", "RopeKind"]
@@ -88,7 +89,8 @@ class ModelConfig:
     `window_rope` None: layers with a window rotate as the others do. `query_scale` None: scores
     are divided by the root of head_dim. A softcap c turns a score s into c * tanh(s / c). `sinks`:
     each head has one learned score more in its softmax, of no token. `post_norms`: what attention
-    and MLP give is normalised before it is added to the residual.
+    and MLP give is normalised before it is added to the residual. `mla`: all heads share one latent
+    (num_kv_heads 1); head_dim is then that of a query.
     """
 
     architecture: str  # names the family file: phloem/models/<architecture>.py
@@ -114,6 +116,7 @@ class ModelConfig:
     sinks: bool = False
     post_norms: bool = False
     embedding_scale: float = 1.0
+    mla: MLAConfig | None = None
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     dtype: str = "bf16"  # what the checkpoint was stored or trained in: "fp32" or "bf16"
@@ -140,15 +143,24 @@ class ModelConfig:
         if not 0.0 < self.norm_eps < 1.0:
             raise ConfigError(f"the model's norm_eps must be between 0 and 1, got {self.norm_eps}")
         for rope in (self.rope, self.window_rope or self.rope):
-            if rope.kind is RopeKind.FACTORS and len(rope.factors) * 2 != self.head_dim:
+            if rope.kind is RopeKind.FACTORS and len(rope.factors) * 2 != self.rope_dim:
                 raise ConfigError(
-                    f"{len(rope.factors)} RoPE factors do not fit head_dim {self.head_dim}"
+                    f"{len(rope.factors)} RoPE factors do not fit head_dim {self.rope_dim}"
                 )
         for name in ("query_scale", "attn_softcap", "final_softcap", "embedding_scale"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"the model's {name} must be positive, got {value}")
         self._check_windows()
+        self._check_latent()
+
+    def _check_latent(self) -> None:
+        if self.mla is None:
+            return
+        assert self.num_kv_heads == 1, "a latent is of no head"
+        assert self.head_dim == self.mla.nope_dim + self.mla.rope_dim, "a query's head"
+        if self.window is not None or self.sinks or self.attn_softcap or self.qk_norm:
+            raise ConfigError("latent attention has no windows, sinks, softcaps or norms of heads")
 
     def _check_windows(self) -> None:
         windows = sorted({layer.window for layer in self.layers if layer.window is not None})
@@ -186,6 +198,11 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def rope_dim(self) -> int:
+        """How many numbers of a head are rotated: all, but for latent attention."""
+        return self.head_dim if self.mla is None else self.mla.rope_dim
+
+    @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
 
@@ -194,11 +211,17 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def out_size(self) -> int:
+        """What attention gives for a token, all heads side by side."""
+        return self.q_size if self.mla is None else self.num_heads * self.mla.v_dim
+
+    @property
     def num_parameters(self) -> int:
         """Weights in memory; a tied output head is the embedding and counts once."""
         hidden, inter = self.hidden_size, self.intermediate_size
         qkv = self.q_size + 2 * self.kv_size
-        per_layer = hidden * qkv + self.q_size * hidden + 3 * hidden * inter + 2 * hidden
+        per_layer = hidden * qkv if self.mla is None else self._latent_parameters(self.mla)
+        per_layer += self.out_size * hidden + 3 * hidden * inter + 2 * hidden
         per_layer += qkv if self.qkv_bias else 0
         per_layer += hidden if self.out_bias else 0
         per_layer += 2 * self.head_dim if self.qk_norm else 0
@@ -206,3 +229,11 @@ class ModelConfig:
         per_layer += 2 * hidden if self.post_norms else 0
         tables = self.vocab_size * hidden * (1 if self.tie_embeddings else 2)
         return self.num_layers * per_layer + tables + hidden
+
+    def _latent_parameters(self, mla: MLAConfig) -> int:
+        """Of the projections before attention, and of the norms of the latents."""
+        down = self.hidden_size * mla.row_dim + mla.kv_rank
+        up = mla.kv_rank * self.num_heads * mla.up_dim
+        if mla.q_rank is None:
+            return down + up + self.hidden_size * self.q_size
+        return down + up + mla.q_rank * (self.hidden_size + self.q_size + 1)

@@ -35,7 +35,7 @@ class ModelOptions:
     )
     dtype: Literal["auto", "fp32", "bf16"] = setting(
         "auto",
-        "type of weights, activations and KV; auto takes the checkpoint's",
+        "type of weights and activations; auto takes the checkpoint's",
         spellings={"float32": "fp32", "float": "fp32", "bfloat16": "bf16"},
     )
     quantization: Literal["none", "int8", "q4"] = setting(
@@ -72,6 +72,12 @@ class CacheOptions:
         None, "pages of each rank's device pool; default: as many as --kv-memory holds", low=1
     )
     kv_memory: str = setting("auto", "memory of each rank's device pool, such as 4GB, or auto")
+    kv_dtype: Literal["auto", "fp32", "bf16", "int8", "fp8", "fp4"] = setting(
+        "auto",
+        "type of K and V in pages; auto: as --dtype; the last three have scales in each row",
+        spellings={"float32": "fp32", "bfloat16": "bf16", "fp8_e4m3": "fp8"},
+        aliases=("kv-cache-dtype",),
+    )
     prefix_cache: bool = setting(
         True, "reuse the KV of prefixes seen before", aliases=("enable-prefix-caching",)
     )

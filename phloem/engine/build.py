@@ -41,7 +41,7 @@ def build_core(config: Config, hooks: BuildHooks, eos_ids: tuple[int, ...]) -> L
         return load_worker(model.path, options, place=place, on_progress=on_progress)
 
     def join(pools: Pools, loaded: LoadedWorker, slot: ModelSlot | None) -> LoopCore:
-        facts = _facts(config, pools, loaded, model=model, start_s=start_s)
+        facts = _facts(config, pools, loaded, model=model, dtype=dtype, start_s=start_s)
         every_eos = tuple(dict.fromkeys((*eos_ids, *loaded.config.eos_ids)))
         return make_loop_core(
             config,
@@ -82,6 +82,7 @@ def worker_options(
     windows = len(pools.specs) > 1
     return WorkerOptions(
         dtype=dtype,
+        kv_dtype=config.cache.kv_dtype,
         device=config.model.device,
         page_size=config.page_size,
         num_pages=pools.device[0],
@@ -128,6 +129,7 @@ def _facts(
     loaded: LoadedWorker,
     *,
     model: ResolvedModel,
+    dtype: str,
     start_s: float,
 ) -> EngineFacts:
     num_pages = loaded.num_pages[0] * pools.num_ranks
@@ -135,7 +137,7 @@ def _facts(
         name=config.model.served_model_name or model.name,
         path=str(model.path),
         architecture=loaded.config.architecture,
-        dtype=loaded.spec.dtype.value,
+        dtype=dtype,
         device=config.model.device,
         vocab_size=loaded.config.vocab_size,
         max_model_len=_context(config, loaded, _distinct(config, loaded, num_pages)),
@@ -154,6 +156,7 @@ def _facts(
         prefix_cache=config.cache.prefix_cache,
         schedule_policy=config.scheduler.schedule_policy,
         kernels=loaded.kernels,
+        kv_dtype=loaded.spec.dtype.value,
         quantization=config.model.quantization,
         four_bit_blocks=four_bit_blocks(model.path),
         host_pages=pools.host[0],

@@ -72,7 +72,8 @@ def plan_pools(config: Config, path: Path, dtype: str) -> Pools:
     """
     num_ranks = config.parallel.cp
     model = read_model_config(path)
-    specs = kv_specs(model, dtype=KVDtype(dtype), page_size=config.page_size)
+    pages = dtype if config.cache.kv_dtype == "auto" else config.cache.kv_dtype
+    specs = kv_specs(model, dtype=KVDtype(pages), page_size=config.page_size)
     window = specs[-1].retention
     demand = PoolDemand(
         max_model_len=config.model.max_model_len or model.max_position,

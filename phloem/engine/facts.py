@@ -35,6 +35,7 @@ class EngineFacts:
     schedule_policy: str
     kernels: str = "torch"
     quantization: str = "none"
+    kv_dtype: str = "auto"  # of pages, as it came out
     four_bit_blocks: str | None = None  # the 4-bit type of the file's blocks, if it has one
     host_pages: int = 0
     storage: str | None = None  # the directory it started with
@@ -87,13 +88,18 @@ def _model_rows(facts: EngineFacts) -> list[tuple[str, str]]:
     return [
         ("model", f"{card.name} ({card.architecture})"),
         ("file", card.path),
-        ("dtype", card.dtype),
+        ("dtype", _dtypes(facts)),
         ("device", f"{card.device}, {facts.threads} threads, {facts.kernels} kernels"),
         ("context", f"{card.max_model_len:,} tokens"),
         ("page size", f"{card.page_size} tokens ({format_bytes(card.page_bytes)})"),
         ("pages", f"{card.num_pages:,}"),
         ("token capacity", f"{facts.token_capacity:,}"),
     ]
+
+
+def _dtypes(facts: EngineFacts) -> str:
+    model, pages = facts.card.dtype, facts.kv_dtype
+    return model if pages in ("auto", model) else f"{model}, KV pages in {pages}"
 
 
 def _window_rows(window: WindowFacts) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from phloem.core.errors import ConfigError
 from phloem.kernels.buffer import KVBuffer
+from phloem.kernels.codec import RowCodec, make_codec
 from phloem.kernels.merge import add_sinks, merge_partials
 from phloem.kernels.native_abi import native_available
 from phloem.kernels.reference import ReferenceOps
@@ -14,10 +15,12 @@ __all__ = [
     "KVBuffer",
     "Ops",
     "ReferenceOps",
+    "RowCodec",
     "Scoring",
     "TorchOps",
     "add_sinks",
     "cpu_kernels",
+    "make_codec",
     "make_ops",
     "merge_partials",
 ]

@@ -1,11 +1,12 @@
 """A page pool as ops see it: one flat tensor, addressed by rows.
 
-    data          (P + 1, G, L, 2, T, h, D)   page, head group, layer, k/v, token, head, dim
+    data          (P + 1, G, L, J, T, h, D)   page, head group, layer, k/v, token, head, dim
     object rows   (.., T * h * D)   one per (page, head group, layer, k/v): what reads gather
     token rows    (.., h * D)       one per (page, head group, layer, k/v, token): for writes
 
 Row numbers are computed for layer 0 once per step; a layer's rows are the same numbers in a view
 that starts later. The page after the last one is all zeros, never written: padding points at it.
+J sides: K and V, or one where both are made of the same row (MLA).
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from phloem.kernels.codec import RowCodec
 
 __all__ = ["KVBuffer"]
 
@@ -26,9 +30,24 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVBuffer:
-    """`data` is contiguous, (P + 1, G, L, 2, T, h, D)."""
+    """`data` is contiguous, (P + 1, G, L, J, T, h, D). With a `codec` D are its items, and rows are
+    computed in its dtype."""
 
     data: Tensor
+    codec: RowCodec | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What rows are computed in."""
+        return self.data.dtype if self.codec is None else self.codec.dtype
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Rows (..., head_dim) as `data` holds them."""
+        return rows if self.codec is None else self.codec.encode(rows)
+
+    def decode(self, stored: Tensor) -> Tensor:
+        """What was read of `data`, (..., items), as rows (..., head_dim)."""
+        return stored if self.codec is None else self.codec.decode(stored)
 
     @property
     def zero_slot(self) -> int:
@@ -44,6 +63,11 @@ class KVBuffer:
         return int(self.data.shape[2])
 
     @property
+    def num_sides(self) -> int:
+        """2: K and V; 1: rows that are both."""
+        return int(self.data.shape[3])
+
+    @property
     def page_size(self) -> int:
         return int(self.data.shape[4])
 
@@ -53,6 +77,11 @@ class KVBuffer:
 
     @property
     def head_dim(self) -> int:
+        return self.row_items if self.codec is None else self.codec.head_dim
+
+    @property
+    def row_items(self) -> int:
+        """Items of `data` that a row takes."""
         return int(self.data.shape[6])
 
     @property
@@ -60,30 +89,31 @@ class KVBuffer:
         return self.num_head_groups * self.heads_per_group
 
     def layer(self, layer: int) -> Tensor:
-        """One layer's pages, a view (P + 1, G, 2, T, h, D)."""
+        """One layer's pages, a view (P + 1, G, J, T, h, D)."""
         return self.data[:, :, layer]
 
     def object_rows(self, layer: int) -> Tensor:
         """The view into which `object_index` points, for one layer."""
-        rows = self.data.view(-1, self.page_size * self.heads_per_group * self.head_dim)
-        return rows[2 * layer :]
+        rows = self.data.view(-1, self.page_size * self.heads_per_group * self.row_items)
+        return rows[self.num_sides * layer :]
 
     def token_rows(self, layer: int, kv: int) -> Tensor:
         """The view into which `token_index` points, for one layer's K (kv 0) or V (kv 1)."""
-        rows = self.data.view(-1, self.heads_per_group * self.head_dim)
-        return rows[(2 * layer + kv) * self.page_size :]
+        rows = self.data.view(-1, self.heads_per_group * self.row_items)
+        return rows[(self.num_sides * layer + kv) * self.page_size :]
 
     def object_index(self, slots: _Ints) -> _Ints:
-        """Object rows of many pages, K before V, a group's pages side by side: (2, G, *slots)."""
+        """Object rows of many pages, K before V, a group's pages side by side: (J, G, *slots)."""
         groups = np.arange(self.num_head_groups, dtype=np.int64)
-        kv = np.arange(2, dtype=np.int64)
+        kv = np.arange(self.num_sides, dtype=np.int64)
         ones = (1,) * slots.ndim
         page_group = slots * self.num_head_groups + groups.reshape(-1, *ones)
-        return page_group * (2 * self.num_layers) + kv.reshape(2, 1, *ones)
+        return page_group * (self.num_sides * self.num_layers) + kv.reshape(-1, 1, *ones)
 
     def token_index(self, slots: _Ints, offsets: _Ints) -> _Ints:
         """Token rows of tokens at `offsets` (N,) within pages `slots` (N,): (N * G,)."""
         groups = np.arange(self.num_head_groups, dtype=np.int64)
         page_group = slots[:, None] * self.num_head_groups + groups
-        index = page_group * (2 * self.num_layers * self.page_size) + offsets[:, None]
+        rows = self.num_sides * self.num_layers * self.page_size  # of a page's head group
+        index = page_group * rows + offsets[:, None]
         return np.ascontiguousarray(index.reshape(-1))

@@ -37,6 +37,9 @@ class ReferenceOps:
         rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         return rotated.to(x.dtype)
 
+    def heads_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.einsum("nhi,hoi->nho", x.float(), weight.float()).to(x.dtype)
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
@@ -47,18 +50,19 @@ class ReferenceOps:
         return (0.5 * gate * (1 + torch.tanh(inner)) * up).to(gate_up.dtype)
 
     def write_kv(self, buffer: KVBuffer, layer: int, k: Tensor, v: Tensor, index: Tensor) -> None:
-        width = buffer.heads_per_group * buffer.head_dim
-        for kv, value in ((0, k), (1, v)):
-            rows = buffer.token_rows(layer, kv)
-            for row, source in zip(index.tolist(), value.reshape(-1, width), strict=True):
+        width = buffer.heads_per_group * buffer.row_items
+        for kv, value in enumerate((k, v)[: buffer.num_sides]):
+            rows, sources = buffer.token_rows(layer, kv), buffer.encode(value).reshape(-1, width)
+            for row, source in zip(index.tolist(), sources, strict=True):
                 rows[row] = source
 
     def gather_kv(self, buffer: KVBuffer, layer: int, index: Tensor) -> Tensor:
         rows = buffer.object_rows(layer)[index.reshape(-1)]
-        shape = (2, buffer.num_head_groups, -1, buffer.heads_per_group, buffer.head_dim)
-        by_token = rows.reshape(shape)  # (2, G, S, h, D)
-        by_head = by_token.transpose(2, 3).contiguous()
-        return by_head.view(2, buffer.num_kv_heads, -1, buffer.head_dim)
+        sides, groups = buffer.num_sides, buffer.num_head_groups
+        rows = buffer.decode(rows.reshape(-1, buffer.row_items))
+        by_token = rows.reshape(sides, groups, -1, buffer.heads_per_group, buffer.head_dim)
+        by_head = by_token.transpose(2, 3).contiguous()  # (J, G, h, S, D)
+        return by_head.view(sides, buffer.num_kv_heads, -1, buffer.head_dim)
 
     def attend(
         self,
@@ -113,14 +117,14 @@ def paged_attention(
     scoring = scoring or Scoring(q.shape[-1] ** -0.5)
     count, heads, dim = q.shape
     size = buffer.page_size
-    pages = buffer.layer(layer)  # (P + 1, G, 2, T, h, D)
+    pages = buffer.layer(layer)  # (P + 1, G, 2, T, h, items)
     rep = heads // buffer.num_kv_heads
     out, lse = torch.empty_like(q), q.new_empty((count, heads), dtype=torch.float32)
     for i in range(count):
         at = start + i
         positions = range(earliest(at), at + 1)
         seen = [pages[slots[pos // size], :, :, pos % size] for pos in positions]
-        kv = torch.stack(seen).float()  # (S, G, 2, h, D)
+        kv = buffer.decode(torch.stack(seen)).float()  # (S, G, 2, h, D)
         k = kv[:, :, 0].reshape(len(seen), buffer.num_kv_heads, dim)
         v = kv[:, :, 1].reshape(len(seen), buffer.num_kv_heads, dim)
         for head in range(heads):

@@ -23,7 +23,8 @@ class Scoring:
 
 
 class Ops(Protocol):
-    """Letters: N tokens, H heads, K KV heads, D head dim; B batch, L queries, S keys."""
+    """Letters: N tokens, H heads, K KV heads, D head dim; B batch, L queries, S keys; J sides of
+    pages (K and V: 2; rows that are both: 1)."""
 
     name: str
 
@@ -42,6 +43,10 @@ class Ops(Protocol):
         """Rotate halves of x (N, H, D) by angles (N, D / 2). May overwrite and return x."""
         ...
 
+    def heads_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Each head its own matrix: x (N, H, in) times weight (H, out, in), any strides."""
+        ...
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(first half) * second half of the last dimension. May overwrite its argument."""
         ...
@@ -51,11 +56,14 @@ class Ops(Protocol):
         ...
 
     def write_kv(self, buffer: KVBuffer, layer: int, k: Tensor, v: Tensor, index: Tensor) -> None:
-        """Store k, v (N, K, D) in the token rows `index` of `KVBuffer.token_index`."""
+        """Store k, v (N, K, D) in the token rows `index` of `KVBuffer.token_index`.
+
+        Pages of one side hold k alone: v is a part of it.
+        """
         ...
 
     def gather_kv(self, buffer: KVBuffer, layer: int, index: Tensor) -> Tensor:
-        """Read pages: `index` (2, G, *R) of `KVBuffer.object_index` -> (2, K, prod(R) * T, D).
+        """Read pages: `index` (J, G, *R) of `KVBuffer.object_index` -> (J, K, prod(R) * T, D).
 
         The result is a fresh contiguous tensor: the caller may overwrite it.
         """
@@ -72,6 +80,7 @@ class Ops(Protocol):
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Softmax attention: q (B, H, L, D), k and v (B, H, S, D) -> (B, H, L, D), LSE (B, H, L).
+        v may have another D; then so has the result.
 
         The LSE is the natural log of the sum of exponentials of the scores, fp32. `causal`: query i
         sees keys 0 ... i (then L == S). `mask`: additive, zeros and -inf, broadcast over

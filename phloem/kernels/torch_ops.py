@@ -71,6 +71,14 @@ class TorchOps:
         second.copy_(second_turned)
         return x
 
+    def heads_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        widen = x.dtype is torch.bfloat16 and x.device.type == "cpu" and not cpu_multiplies_bf16()
+        if widen:
+            out = torch.bmm(x.float().transpose(0, 1), weight.float().transpose(1, 2))
+        else:
+            out = torch.bmm(x.transpose(0, 1), weight.transpose(1, 2))
+        return out.transpose(0, 1).to(x.dtype)
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
@@ -80,17 +88,19 @@ class TorchOps:
         return F.gelu(gate, approximate="tanh").mul_(up)
 
     def write_kv(self, buffer: KVBuffer, layer: int, k: Tensor, v: Tensor, index: Tensor) -> None:
-        width = buffer.heads_per_group * buffer.head_dim
-        buffer.token_rows(layer, 0).index_copy_(0, index, k.reshape(-1, width))
-        buffer.token_rows(layer, 1).index_copy_(0, index, v.reshape(-1, width))
+        width = buffer.heads_per_group * buffer.row_items
+        for kv, value in enumerate((k, v)[: buffer.num_sides]):
+            stored = buffer.encode(value).reshape(-1, width)
+            buffer.token_rows(layer, kv).index_copy_(0, index, stored)
 
     def gather_kv(self, buffer: KVBuffer, layer: int, index: Tensor) -> Tensor:
         rows = buffer.object_rows(layer).index_select(0, index.reshape(-1))
-        heads, dim = buffer.heads_per_group, buffer.head_dim
+        rows = buffer.decode(rows.view(-1, buffer.row_items))
+        heads, dim, sides = buffer.heads_per_group, buffer.head_dim, buffer.num_sides
         if heads == 1:
-            return rows.view(2, buffer.num_kv_heads, -1, dim)
-        by_token = rows.view(2, buffer.num_head_groups, -1, heads, dim)
-        return by_token.transpose(2, 3).contiguous().view(2, buffer.num_kv_heads, -1, dim)
+            return rows.view(sides, buffer.num_kv_heads, -1, dim)
+        by_token = rows.view(sides, buffer.num_head_groups, -1, heads, dim)
+        return by_token.transpose(2, 3).contiguous().view(sides, buffer.num_kv_heads, -1, dim)
 
     def attend(
         self,
@@ -103,8 +113,11 @@ class TorchOps:
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if q.device.type == "cpu" and scoring.softcap is None:
+            dim, v_dim = q.shape[-1], v.shape[-1]
+            if v_dim != dim:  # the kernel wants one size; zeros change nothing
+                q, k, v = (F.pad(x, (0, max(dim, v_dim) - x.shape[-1])) for x in (q, k, v))
             out, lse = _flash_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scoring.scale)
-            return out, lse
+            return out[..., :v_dim], lse
         return _attend_in_blocks(q, k, v, scoring, causal=causal, mask=mask)
 
 
@@ -127,7 +140,7 @@ def _attend_in_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Exact attention with an LSE out of plain matrix products, a block of queries at a time."""
     batch, heads, count, _ = q.shape
-    out = q.new_empty(q.shape)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty((batch, heads, count), dtype=torch.float32)
     step = max(1, SCORES_BYTES // (4 * batch * heads * k.shape[2]))
     keys = torch.arange(k.shape[2], device=q.device)

@@ -40,6 +40,7 @@ __all__ = [
 LINK_BYTES = 40
 SCOPE_BYTES = KEY_BYTES - LINK_BYTES
 _FORMAT = "phloem-key-1"
+_ROW_FORMAT = "codes-scales-1"  # of packed rows; another number where codes or scales mean another
 
 Fact: TypeAlias = "bool | int | float | str | bytes | Sequence[Fact] | Mapping[str, Fact] | None"
 
@@ -146,7 +147,7 @@ class KeyFacts:
 
 def _layout_fact(layout: PageLayout) -> dict[str, Fact]:
     spec = layout.spec
-    return {
+    facts: dict[str, Fact] = {
         "kind": spec.kind.value,
         "dtype": spec.dtype.value,
         "num_layers": spec.num_layers,
@@ -156,6 +157,11 @@ def _layout_fact(layout: PageLayout) -> dict[str, Fact]:
         "num_head_groups": layout.num_head_groups,
         "axis_order": [axis.value for axis in ORDER],
     }
+    if spec.rope_dim:
+        facts["rope_dim"] = spec.rope_dim
+    if spec.dtype.is_packed:
+        facts["row"] = [_ROW_FORMAT, spec.row_bytes]
+    return facts
 
 
 class Digest(Protocol):

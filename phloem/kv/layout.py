@@ -6,7 +6,8 @@ A layout's name is its axis order; shape and strides are derived from it and wri
     `---- one page is contiguous: a page is one memcpy ----'
            `-- one object = (page, head_group): what storage and tensor parallelism cut --'
 
-Every axis that may ever be partitioned (page, head group, layer) lies outside the token axis.
+Every axis that may ever be partitioned (page, head group, layer) lies outside the token axis. The
+k/v axis has one place in MLA, whose rows are the latent and the rotary key of a token, of no head.
 """
 
 from __future__ import annotations
@@ -71,16 +72,17 @@ class PageLayout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes in axis order: (page, head_group, layer, kv, token, head, dim)."""
+        """Sizes in axis order: (page, head_group, layer, kv, token, head, dim); dim in bytes where
+        rows are packed."""
         spec = self.spec
         sizes = {
             Axis.PAGE: self.num_pages,
             Axis.HEAD_GROUP: self.num_head_groups,
             Axis.LAYER: spec.num_layers,
-            Axis.KV: 2,
+            Axis.KV: spec.num_sides,
             Axis.TOKEN: spec.page_size,
             Axis.HEAD: self.heads_per_group,
-            Axis.DIM: spec.head_dim,
+            Axis.DIM: spec.row_items,
         }
         return tuple(sizes[axis] for axis in ORDER)
 

@@ -23,6 +23,10 @@ class LayerWeights:
 
     Weights of norms may be fp32 in a model of a narrower dtype. `post_attn_norm` and
     `post_mlp_norm`: of what is added to the residual. `sinks` (H,): each head's score of no token.
+
+    Latent attention (`config/mla.py`): `qkv` stacks q or its latent on the latent and the rotary
+    key, `q_norm` and `k_norm` are of the latents, `q_up` (H * head_dim, q_rank) and `kv_up`
+    (H * (nope_dim + v_dim), kv_rank) make heads of them.
     """
 
     attn_norm: Tensor
@@ -36,6 +40,14 @@ class LayerWeights:
     post_attn_norm: Tensor | None = None
     post_mlp_norm: Tensor | None = None
     sinks: Tensor | None = None
+    q_up: Linear | None = None
+    kv_up: Linear | None = None
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """All that it has."""
+        linears = (self.qkv, self.q_up, self.kv_up, self.out, self.gate_up, self.down)
+        return tuple(linear for linear in linears if linear is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,9 +66,8 @@ class DecoderWeights:
         if self.head is not self.embedding:
             tensors.append(self.head)
         for layer in self.layers:
-            linears = (layer.qkv, layer.out, layer.gate_up, layer.down)
-            tensors += [lin.weight for lin in linears]
-            optional = [lin.bias for lin in linears] + [layer.q_norm, layer.k_norm]
+            tensors += [lin.weight for lin in layer.linears]
+            optional = [lin.bias for lin in layer.linears] + [layer.q_norm, layer.k_norm]
             optional += [layer.post_attn_norm, layer.post_mlp_norm, layer.sinks]
             tensors += [t for t in optional if t is not None]
             tensors += [layer.attn_norm, layer.mlp_norm]

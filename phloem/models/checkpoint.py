@@ -89,7 +89,7 @@ class Checkpoint:
             self._check_shape(piece)
             self._source.copy_to(piece.name, part)
             if piece.interleaved_heads:
-                part.copy_(_split_halves(part, piece.interleaved_heads))
+                part.copy_(_split_halves(part, piece))
             low += piece.shape[0]
             self._advance(self._source.num_bytes(piece.name))
         return out
@@ -100,7 +100,7 @@ class Checkpoint:
         blocks = self._source.blocks(piece.name)
         self._advance(self._source.num_bytes(piece.name))
         if piece.interleaved_heads:
-            return blocks.rows(_split_halves(blocks.raw, piece.interleaved_heads))
+            return blocks.rows(_split_halves(blocks.raw, piece))
         return blocks
 
     def _check_shape(self, piece: Piece) -> None:
@@ -116,7 +116,11 @@ class Checkpoint:
             self._on_progress(self._done, self._total)
 
 
-def _split_halves(rows: Tensor, heads: int) -> Tensor:
-    """Undo GGUF's interleaving: (heads, D / 2, 2, ...) back to (heads, 2, D / 2, ...)."""
-    pairs = rows.view(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
-    return pairs.transpose(1, 2).reshape(rows.shape)
+def _split_halves(rows: Tensor, piece: Piece) -> Tensor:
+    """Undo interleaving: (heads, D / 2, 2, ...) back to (heads, 2, D / 2, ...), of D rows of each
+    head, before which others may stand."""
+    by_head = rows.view(piece.interleaved_heads, -1, *rows.shape[1:])
+    size = piece.interleaved_rows or by_head.shape[1]
+    kept, turned = by_head[:, : by_head.shape[1] - size], by_head[:, by_head.shape[1] - size :]
+    pairs = turned.reshape(len(by_head), size // 2, 2, *rows.shape[1:]).transpose(1, 2)
+    return torch.cat((kept, pairs.reshape(turned.shape)), dim=1).view(rows.shape)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phloem.attention import LayeredAttention
 from phloem.config.model import Activation, ModelConfig, RopeConfig
 from phloem.kernels import Ops
 from phloem.layers import DecoderWeights, LayerWeights, RopeTable
-from phloem.models.forward import pass_layers
+from phloem.models.forward import Attention, LayerCalls, pass_layers
+from phloem.models.latent import latent_qkv
 
 __all__ = ["MLP_CHUNK_TOKENS", "Decoder"]
 
@@ -53,7 +53,7 @@ class Decoder:
         tokens: Tensor,
         positions: Tensor,
         *,
-        attention: LayeredAttention,
+        attention: Attention,
         meta: Any,
         on_layer: Callable[[], None],
         on_written: Callable[[int], None] | None = None,
@@ -62,7 +62,8 @@ class Decoder:
         batch as `meta`.
         """
         if not len(tokens):
-            return pass_layers(self, on_layer, on_written)
+            calls = LayerCalls(on_layer=on_layer, on_written=on_written)
+            return pass_layers(self, attention, meta, calls, dtype=self.dtype)
         x = self._embed(tokens)
         angles = self._rope.at(positions)
         own_rope = self._window_rope is not self._rope
@@ -87,7 +88,7 @@ class Decoder:
     def _rope_table(self, rope: RopeConfig, num_positions: int) -> RopeTable:
         return RopeTable(
             rope,
-            head_dim=self.config.head_dim,
+            head_dim=self.config.rope_dim,
             num_positions=num_positions,
             device=self.weights.embedding.device,
         )
@@ -107,6 +108,8 @@ class Decoder:
     ) -> tuple[Tensor, Tensor, Tensor]:
         config, ops = self.config, self._ops
         normed = ops.rms_norm(x, layer.attn_norm, config.norm_eps)
+        if config.mla is not None:
+            return latent_qkv(normed, layer, cos, sin, ops=ops, mla=config.mla)
         heads, kv_heads = config.num_heads, config.num_kv_heads
         qkv = ops.linear(normed, layer.qkv.weight, layer.qkv.bias)
         qkv = qkv.view(x.shape[0], heads + 2 * kv_heads, config.head_dim)

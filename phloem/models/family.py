@@ -19,7 +19,8 @@ __all__ = ["GGUF_NAMES", "HF_NAMES", "Family", "WeightNames", "family_of"]
 class WeightNames:
     """Names of a checkpoint's modules; `{i}` stands for the layer.
 
-    A module's tensors are named `.weight` and `.bias`; `sinks` names a tensor.
+    A module's tensors are named `.weight` and `.bias`; `sinks` names a tensor. `latent`: the module
+    of latent attention, whose parts have the same names in all families that have it.
     """
 
     embedding: str
@@ -39,6 +40,7 @@ class WeightNames:
     post_attn_norm: str
     post_mlp_norm: str
     sinks: str
+    latent: str = "model.layers.{i}.self_attn"
 
 
 HF_NAMES = WeightNames(

@@ -63,4 +63,6 @@ def _layer(
         post_attn_norm=norm(layer.post_attn_norm),
         post_mlp_norm=norm(layer.post_mlp_norm),
         sinks=checkpoint.vector(layer.sinks, dtype, device) if layer.sinks else None,
+        q_up=linear(layer.q_up) if layer.q_up else None,
+        kv_up=linear(layer.kv_up) if layer.kv_up else None,
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from phloem.config.mla import MLAConfig
 from phloem.config.model import ModelConfig
 from phloem.models.family import WeightNames
 
@@ -15,13 +17,15 @@ __all__ = ["DecoderPieces", "LayerPieces", "LinearPieces", "Piece"]
 class Piece:
     """One tensor. `interleaved_heads`: so many heads whose halves alternate by rows; 0: none.
 
-    `offset` is to be added to it.
+    `interleaved_rows`: of each of those heads only the last so many rows; 0: all. `offset` is to be
+    added to it.
     """
 
     name: str
     shape: tuple[int, ...]
     interleaved_heads: int = 0
     offset: float = 0.0
+    interleaved_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +55,13 @@ class LayerPieces:
     post_attn_norm: Piece | None
     post_mlp_norm: Piece | None
     sinks: Piece | None
+    q_up: LinearPieces | None = None
+    kv_up: LinearPieces | None = None
 
     def all(self) -> Iterator[Piece]:
-        for linear in (self.qkv, self.out, self.gate_up, self.down):
-            yield from linear.all()
+        linears = (self.qkv, self.q_up, self.kv_up, self.out, self.gate_up, self.down)
+        for linear in linears:
+            yield from () if linear is None else linear.all()
         yield from (self.attn_norm, self.mlp_norm)
         norms = (self.q_norm, self.k_norm, self.post_attn_norm, self.post_mlp_norm)
         yield from (piece for piece in (*norms, self.sinks) if piece is not None)
@@ -100,13 +107,12 @@ class DecoderPieces:
         def norm(name: str, size: int = hidden) -> Piece:
             return self._norm(name.format(i=i), size)
 
+        attention = self._latent(i, c.mla) if c.mla is not None else self._heads(i)
         return LayerPieces(
+            **attention,
             attn_norm=norm(n.attn_norm),
-            qkv=self._qkv(i),
-            q_norm=norm(n.q_norm, c.head_dim) if c.qk_norm else None,
-            k_norm=norm(n.k_norm, c.head_dim) if c.qk_norm else None,
             out=LinearPieces(
-                (_weight(out, (hidden, c.q_size)),),
+                (_weight(out, (hidden, c.out_size)),),
                 (Piece(f"{out}.bias", (hidden,)),) if c.out_bias else (),
             ),
             mlp_norm=norm(n.mlp_norm),
@@ -121,6 +127,35 @@ class DecoderPieces:
 
     def _norm(self, module: str, size: int) -> Piece:
         return Piece(f"{module}.weight", (size,), offset=self._norm_offset)
+
+    def _heads(self, i: int) -> dict[str, Any]:
+        """q, k and v of each head, and their norms."""
+        c, n = self._config, self._names
+        q_norm, k_norm = (self._norm(name.format(i=i), c.head_dim) for name in (n.q_norm, n.k_norm))
+        normed = {"q_norm": q_norm, "k_norm": k_norm} if c.qk_norm else {}
+        return {"qkv": self._qkv(i), "q_norm": None, "k_norm": None, **normed}
+
+    def _latent(self, i: int, mla: MLAConfig) -> dict[str, Any]:
+        """What latent attention computes from the hidden state, and what makes heads of it."""
+        c, n = self._config, self._names
+        q_rank, at = mla.q_rank, n.latent.format(i=i)
+        heads, turned = (c.num_heads, mla.rope_dim) if mla.rope_interleaved else (0, 0)
+        q = Piece(f"{at}.q_proj.weight", (c.q_size, c.hidden_size), heads, 0.0, turned)
+        q_up = None
+        if q_rank is not None:
+            shape = (c.q_size, q_rank)
+            q_up = LinearPieces((Piece(f"{at}.q_b_proj.weight", shape, heads, 0.0, turned),))
+            q = _weight(f"{at}.q_a_proj", (q_rank, c.hidden_size))
+        shape = (mla.row_dim, c.hidden_size)
+        kv = Piece(f"{at}.kv_a_proj_with_mqa.weight", shape, min(1, heads), 0.0, turned)
+        kv_up = _weight(f"{at}.kv_b_proj", (c.num_heads * mla.up_dim, mla.kv_rank))
+        return {
+            "qkv": LinearPieces((q, kv)),
+            "q_norm": None if q_rank is None else self._norm(f"{at}.q_a_layernorm", q_rank),
+            "k_norm": self._norm(f"{at}.kv_a_layernorm", mla.kv_rank),
+            "q_up": q_up,
+            "kv_up": LinearPieces((kv_up,)),
+        }
 
     def _qkv(self, i: int) -> LinearPieces:
         c, n = self._config, self._names

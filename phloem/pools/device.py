@@ -17,9 +17,9 @@ import torch
 
 from phloem.core.errors import ConfigError
 from phloem.core.refs import PageRef, PageRefs, flat_slots
-from phloem.kernels import KVBuffer
+from phloem.kernels import KVBuffer, make_codec
+from phloem.kernels.codec import torch_dtype
 from phloem.kv.layout import PageLayout
-from phloem.kv.spec import KVDtype
 
 __all__ = ["DevicePool", "torch_dtype"]
 
@@ -27,19 +27,13 @@ __all__ = ["DevicePool", "torch_dtype"]
 # since the processor takes its loads to depend on the stores just before them.
 _ALIGNMENT = 4096
 
-_DTYPES = {KVDtype.FP32: torch.float32, KVDtype.BF16: torch.bfloat16}
-
-
-def torch_dtype(dtype: KVDtype) -> torch.dtype:
-    """The torch dtype in which a KV element is stored."""
-    return _DTYPES[dtype]
-
 
 class DevicePool:
     """One flat tensor of the pages of all owners, and one page of zeros for padding after them.
 
     `layout.num_pages` is that of one owner. Pages start as zeros. It knows no free list: the
-    control plane has them.
+    control plane has them. `dtype`: what K and V are computed in, and read as; None: as they are
+    stored, or fp32 if they are packed.
     """
 
     def __init__(
@@ -47,6 +41,7 @@ class DevicePool:
         layout: PageLayout,
         *,
         device: torch.device,
+        dtype: torch.dtype | None = None,
         num_owners: int = 1,
         memory: mmap.mmap | None = None,
     ) -> None:
@@ -54,21 +49,22 @@ class DevicePool:
         self.layout = layout
         self.num_owners = num_owners
         shape = (num_owners * layout.num_pages + 1, *layout.shape[1:])
-        dtype = torch_dtype(layout.spec.dtype)
+        stored = torch_dtype(layout.spec.dtype)
         try:
             if memory is None:
-                data = _zeros(shape, dtype, device)
+                data = _zeros(shape, stored, device)
             else:
                 assert device.type == "cpu", f"shared memory is no memory of {device}"
-                size = math.prod(shape) * dtype.itemsize
+                size = math.prod(shape) * stored.itemsize
                 raw = np.frombuffer(memory, dtype=np.uint8, count=size)
-                data = torch.from_numpy(raw).view(dtype).view(shape)
+                data = torch.from_numpy(raw).view(stored).view(shape)
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(
                 f"cannot allocate {layout.total_bytes:,} bytes of KV pages on {device}; "
                 "lower the KV memory"
             ) from error
-        self.buffer = KVBuffer(data)
+        unpacked = torch.float32 if layout.spec.dtype.is_packed else data.dtype
+        self.buffer = KVBuffer(data, make_codec(layout.spec, dtype or unpacked))
 
     @staticmethod
     def shared_bytes(layout: PageLayout, num_owners: int) -> int:
@@ -88,7 +84,8 @@ class DevicePool:
         """Poison freed pages, so that a read of one shows."""
         if len(indices):
             data = self.buffer.data
-            data[torch.from_numpy(indices.copy()).to(data.device)] = float("nan")
+            nan = float("nan") if data.is_floating_point() else 0xFF  # scales of ones are NaN
+            data[torch.from_numpy(indices.copy()).to(data.device)] = nan
 
     def read(self, ref: PageRef) -> bytes:
         """A copy of a page's bytes, whoever owns it."""

@@ -60,6 +60,7 @@ class HostBackups:
         self._is_congested = is_congested
         host = cache.leader.host
         self.late = config.write_policy == "write_back" or host.exclusive
+        self._leader.evicts_for_placement = not self.late
         self._through = config.write_policy != "write_back"
         self.to_storage = False  # there is a storage tier behind the host
         self._selective = config.write_policy == "write_through_selective"

@@ -51,7 +51,8 @@ class Follower:
     def __init__(self, rank: int, wire: Wire, worker: InlineWorker, replica: Replica) -> None:
         self._rank, self._wire, self._worker, self._replica = rank, wire, worker, replica
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
-        self._failure: str | None = None
+        self._failing = threading.Lock()
+        self._failure: str | None = None  # set once the leader has been told
 
     def serve(self) -> str | None:
         """Run plans until the leader closes the wire; why not to its end, if something failed."""
@@ -95,14 +96,17 @@ class Follower:
             )
 
     def _fail(self, error: Exception) -> None:
-        """Tell the leader, once."""
-        if self._failure is None:
+        """Tell the leader, once, before the wire may be closed."""
+        with self._failing:
+            if self._failure is not None:
+                return
             known = isinstance(error, PhloemError)
-            self._failure = str(error) if known else f"{type(error).__name__}: {error}"
+            text = str(error) if known else f"{type(error).__name__}: {error}"
             if not known:
                 logger.error("rank %d failed", self._rank, exc_info=error)
             of_others = isinstance(error, GroupError) and self._rank not in error.ranks
-            self._send(packed(Failed(self._failure, hearsay=of_others)))
+            self._send(packed(Failed(text, hearsay=of_others)))
+            self._failure = text
 
     def _send(self, frame: bytes) -> None:
         with contextlib.suppress(OSError):  # the leader is gone: the reader has seen it

@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from phloem.attention import GatherAttention, LayeredAttention, ReferenceAttention
+from phloem.attention import (
+    AttentionBackend,
+    GatherAttention,
+    LayeredAttention,
+    MLAAttention,
+    MLAReferenceAttention,
+    ReferenceAttention,
+)
 from phloem.config.model import ModelConfig
 from phloem.core.errors import ConfigError
-from phloem.kernels import Scoring, cpu_kernels, make_ops
+from phloem.kernels import Ops, Scoring, cpu_kernels, make_ops
 from phloem.kernels.native_abi import library
+from phloem.layers import DecoderWeights
 from phloem.models import Decoder, Forward, OnBytes, Quantisation, load_weights
 from phloem.models.native_fit import native_fits
 from phloem.pools import DevicePool
@@ -49,15 +58,18 @@ def choose_kernels(
     device: torch.device,
     config: ModelConfig,
     quantisation: Quantisation = Quantisation.NONE,
+    *,
+    lacking: str | None = None,
 ) -> str:
     """What "auto" means here. Raises ConfigError for a name or a combination that cannot be.
 
     On a CPU with bf16 matrix instructions PyTorch's products are still the faster ones; quantised
-    weights are what only native kernels read.
+    weights are what only native kernels read. `lacking`: what native kernels would need beside
+    what the model asks of them, and do not have.
     """
     if name not in KERNELS:
         raise ConfigError(f"unknown kernels {name!r}; known: {', '.join(KERNELS)}")
-    lacking = native_fits(config)
+    lacking = native_fits(config) or lacking
     quantised = quantisation is not Quantisation.NONE
     if name == "native" or (name == "auto" and quantised):
         asked = f"--quantization {quantisation.value}" if quantised else "--kernels native"
@@ -103,17 +115,31 @@ def load_forward(
         path, config, dtype=options.dtype, device=options.device, on_progress=on_progress
     )
     ops = make_ops(options.kernels)
-    slow = options.kernels == "reference"
+    backends = _backends(config, pools, weights, ops)
+    attention = LayeredAttention(backends, config.component_layers)
+    model = Decoder(config, weights, ops=ops, num_positions=options.num_positions)
+    return ForwardPass(options.kernels, model, attention, weights.num_bytes)
+
+
+def _backends(
+    config: ModelConfig, pools: Sequence[DevicePool], weights: DecoderWeights, ops: Ops
+) -> list[AttentionBackend[Any]]:
+    """Attention over each component's pages, in PyTorch; slow and obvious if `ops` are."""
+    slow = ops.name == "reference"
     scoring = Scoring(config.score_scale, config.attn_softcap)
-    backends = [
+    if config.mla is not None:
+        (pool,) = pools
+        up = [layer.kv_up.weight for layer in weights.layers if layer.kv_up is not None]
+        assert len(up) == config.num_layers, "every layer makes K and V of its latents"
+        if slow:
+            return [MLAReferenceAttention(pool.buffer, mla=config.mla, up=up, scoring=scoring)]
+        return [MLAAttention(pool.buffer, ops, mla=config.mla, up=up, scoring=scoring)]
+    return [
         ReferenceAttention(pool.buffer, scoring=scoring, window=window)
         if slow
         else GatherAttention(pool.buffer, ops, scoring=scoring, window=window)
         for pool, window in zip(pools, (None, config.window), strict=False)
     ]
-    attention = LayeredAttention(backends, config.component_layers)
-    model = Decoder(config, weights, ops=ops, num_positions=options.num_positions)
-    return ForwardPass(options.kernels, model, attention, weights.num_bytes)
 
 
 def _native(

@@ -15,6 +15,7 @@ from phloem.core.errors import ConfigError
 from phloem.kv.sizing import pages_for_tokens
 from phloem.kv.spec import KVDtype, KVSpec
 from phloem.models import quantisation_of
+from phloem.models.native_fit import native_reads
 from phloem.pools import DevicePool, HostArena
 from phloem.pools.device import torch_dtype
 from phloem.transfer import TransferEngine, TransferHooks
@@ -29,7 +30,7 @@ from phloem.worker.runner import Hooks, Runner
 from phloem.worker.sampled import SampledTokens
 from phloem.worker.torch_worker import InlineWorker, TorchWorker
 
-__all__ = ["LoadedWorker", "WorkerOptions", "load_worker"]
+__all__ = ["LoadedWorker", "WorkerOptions", "kv_dtype_of", "load_worker"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,8 @@ class WorkerOptions:
     `host_pages`: pages of the host arena; with 0 there are no transfers.
     """
 
-    dtype: str = "bf16"  # weights, activations and KV: "fp32" or "bf16"
+    dtype: str = "bf16"  # weights and activations: "fp32" or "bf16"
+    kv_dtype: str = "auto"  # KV pages: that of the others, or any `KVDtype`
     device: str = "cpu"
     page_size: int = 16
     num_pages: int | None = None
@@ -125,9 +127,9 @@ def load_worker(
     config = read_model_config(path)
     max_len = _max_model_len(options, config)
     how = _forward_options(options, config, num_positions=max_len)
-    specs = kv_specs(config, dtype=dtype, page_size=options.page_size)
+    specs = kv_specs(config, dtype=kv_dtype_of(options), page_size=options.page_size)
     num_pages = _device_pages(options, specs)
-    pools = make_pools(specs, num_pages, device, place)
+    pools = make_pools(specs, num_pages, device, dtype=how.dtype, place=place)
     hosts, transfers = host_tier(
         pools, config.component_layers, _host_pages(options, len(specs)), options.transfer_hooks
     )
@@ -175,10 +177,12 @@ def _forward_options(
     options: WorkerOptions, config: ModelConfig, *, num_positions: int
 ) -> ForwardOptions:
     device, quantisation = _device(options.device), quantisation_of(options.quantization)
+    dtype = _dtype(options.dtype)
+    lacking = native_reads(kv_dtype_of(options), dtype)
     return ForwardOptions(
-        kernels=choose_kernels(options.kernels, device, config, quantisation),
+        kernels=choose_kernels(options.kernels, device, config, quantisation, lacking=lacking),
         quantisation=quantisation,
-        dtype=torch_dtype(_dtype(options.dtype)),
+        dtype=torch_dtype(dtype),
         device=device,
         threads=options.threads,
         num_positions=num_positions,
@@ -228,12 +232,18 @@ def _set_threads(threads: int | None) -> None:
     torch.set_num_threads(threads)
 
 
-def _dtype(name: str) -> KVDtype:
-    try:
-        return KVDtype(name)
-    except ValueError:
-        known = ", ".join(d.value for d in KVDtype)
-        raise ConfigError(f"unknown dtype {name!r}; supported: {known}") from None
+def _dtype(name: str, *, packed: bool = False) -> KVDtype:
+    """A dtype by its name: of numbers, or, where that can be, of packed rows as well."""
+    known = {d.value: d for d in KVDtype if packed or not d.is_packed}
+    if name not in known:
+        raise ConfigError(f"unknown dtype {name!r}; supported: {', '.join(known)}")
+    return known[name]
+
+
+def kv_dtype_of(options: WorkerOptions) -> KVDtype:
+    """In what pages are stored. Raises ConfigError."""
+    name = options.dtype if options.kv_dtype == "auto" else options.kv_dtype
+    return _dtype(name, packed=True)
 
 
 def _device(name: str) -> torch.device:

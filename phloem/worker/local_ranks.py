@@ -11,10 +11,9 @@ from pathlib import Path
 
 from phloem.config.checkpoint import read_model_config
 from phloem.groups import local_progress
-from phloem.kv.spec import KVDtype
 from phloem.pools import DevicePool
 from phloem.worker.follower import Follower, NoReplica, Replica
-from phloem.worker.load import LoadedWorker, WorkerOptions, load_worker
+from phloem.worker.load import LoadedWorker, WorkerOptions, kv_dtype_of, load_worker
 from phloem.worker.pages import kv_specs, page_counts, pool_layouts
 from phloem.worker.peers import Peers, RankPlace
 from phloem.worker.ranked import RankedWorker
@@ -66,7 +65,7 @@ def _memory(
     path: Path, options: WorkerOptions, size: int
 ) -> tuple[tuple[mmap.mmap, ...], mmap.mmap]:
     """What the ranks share: the pools of each component, the sampled tokens."""
-    dtype = KVDtype(options.dtype)
+    dtype = kv_dtype_of(options)
     specs = kv_specs(read_model_config(path), dtype=dtype, page_size=options.page_size)
     counts = page_counts(
         specs,

@@ -25,6 +25,17 @@ def kv_specs(config: ModelConfig, *, dtype: KVDtype, page_size: int) -> tuple[KV
 
     Full has no layers, and so no bytes, where all layers have a window.
     """
+    if config.mla is not None:
+        latent = KVSpec(
+            kind=AttentionKind.MLA,
+            dtype=dtype,
+            num_layers=config.num_layers,
+            num_kv_heads=1,
+            head_dim=config.mla.row_dim,
+            rope_dim=config.mla.rope_dim,
+            page_size=page_size,
+        )
+        return (latent,)
     retentions = (None, config.window)
     return tuple(
         KVSpec(
@@ -77,14 +88,20 @@ def make_pools(
     specs: Sequence[KVSpec],
     counts: Sequence[int],
     device: torch.device,
+    *,
+    dtype: torch.dtype,
     place: RankPlace | None = None,
 ) -> tuple[DevicePool, ...]:
-    """The device pool of each component. Raises ConfigError if the memory does not suffice."""
+    """The device pool of each component, computed in `dtype`.
+
+    Raises ConfigError if the memory does not suffice.
+    """
     layouts = pool_layouts(specs, counts)
     if place is None:
-        return tuple(DevicePool(layout, device=device) for layout in layouts)
+        return tuple(DevicePool(layout, device=device, dtype=dtype) for layout in layouts)
+    owners = place.peers.size
     return tuple(
-        DevicePool(layout, device=device, num_owners=place.peers.size, memory=memory)
+        DevicePool(layout, device=device, dtype=dtype, num_owners=owners, memory=memory)
         for layout, memory in zip(layouts, place.pools, strict=True)
     )
 

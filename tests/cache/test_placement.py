@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from array import array
 
 import numpy as np
 import pytest
 
 from phloem.cache import PrefixCache, check_invariants
-from phloem.cache.placement import PLACEMENTS, Contiguous, Striped, make_placement, take_shares
+from phloem.cache.placement import (
+    PLACEMENTS,
+    Contiguous,
+    Striped,
+    make_placement,
+    num_displaced,
+    settle,
+    take_pages,
+    take_shares,
+)
 from phloem.core.errors import ConfigError, NoRoom
 from phloem.core.refs import make_ref, owner_of, owners_of
 from phloem.replica import PageAllocator, give_back
@@ -62,13 +73,41 @@ def test_short_chains_are_spread_evenly_whatever_they_share():
 
 
 def test_a_full_rank_sends_its_pages_to_one_with_room():
-    """Nothing is evicted for the sake of the stripes."""
     cache = PrefixCache(page_size=4, num_pages=(2, 9, 4), record_freed=True)
     tokens = run_of(0, 4 * 15)
     serve(cache, tokens)
     assert cache.free_pages == cache.leader.evicted_pages == 0
-    counts = np.bincount(owners(cache, tokens)).tolist()
-    assert counts == [2, 9, 4]
+    assert np.bincount(owners(cache, tokens)).tolist() == [2, 9, 4]
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_stripe_costs_at_most_as_many_cached_pages_as_it_has(allowed):
+    """All of rank 0 is locked, so nothing makes room there: eight go in vain, and no more."""
+    cache = PrefixCache(page_size=4, num_pages=(4, 40), record_freed=True)
+    cache.leader.evicts_for_placement = allowed
+    with start(cache, run_of(9000, 4 * 8)) as holder:
+        assert np.bincount(owners_of(holder.refs)).tolist() == [4, 4]
+        for number in range(36):
+            serve(cache, run_of(100 * number, 4))
+        assert cache.free_pages == 0
+        with start(cache, run_of(5000, 4 * 8)) as reservation:
+            assert owners_of(reservation.refs).tolist() == [1] * 8
+        assert cache.leader.evicted_pages == 8 + 8 * allowed
+    check_invariants(cache, idle=True)
+
+
+def test_a_stripe_is_made_even_at_the_cost_of_what_was_used_longest_ago():
+    """Of the next four victims three lie on rank 1: two more make it two and two."""
+    cache = pools(2, 12)
+    for number in range(12):
+        serve(cache, run_of(100 * number, 8))  # two pages each, the second on rank 1
+    for number in range(2):  # the first page alone is used again: the second is older now
+        cache.reserve(cache.match(NS, run_of(100 * number, 4)), 0).close()
+    assert cache.free_pages == 0
+    with start(cache, run_of(5000, 4 * 4)) as reservation:
+        assert np.bincount(owners_of(reservation.refs)).tolist() == [2, 2]
+    assert cache.leader.evicted_pages == 6
+    check_invariants(cache, idle=True)
 
 
 def test_contiguous_keeps_a_run_on_one_rank_while_there_is_room():
@@ -110,52 +149,65 @@ def test_a_request_may_fill_all_ranks_and_no_more():
 
 @pytest.mark.parametrize("name", sorted(PLACEMENTS))
 def test_no_owner_is_named_more_often_than_it_has_pages(name):
-    """2,000 random pools, runs and ends: as many owners as pages, each with room."""
+    """2,000 random pools, runs and ends: as many owners as pages, each with room, as was wished."""
     policy, rng = make_placement(name), random.Random(7)
     for _ in range(2000):
         free = [rng.randrange(6) for _ in range(rng.randint(1, 5))]
         if name == "replicate":
             free = free[:1]
         count = rng.randint(0, sum(free))
-        if rng.random() < 0.5:
-            placed = policy.begin(count, free)
-        else:
-            placed = policy.go_on(count, free, rng.randrange(len(free)))
+        start = policy.start(free, rng.choice((None, rng.randrange(len(free)))))
+        placed = settle(count, free, start, policy.step)
         assert len(placed) == count
-        taken = np.bincount(placed, minlength=len(free)).tolist()
-        assert all(used <= have for used, have in zip(taken, free, strict=True))
+        assert all(placed.count(owner) <= have for owner, have in enumerate(free))
+        wish = [(start + policy.step * page) % len(free) for page in range(count)]
+        moved = sum(one != other for one, other in zip(wish, placed, strict=True))
+        assert moved == num_displaced(count, free, start, policy.step), "moved for no reason"
 
 
-def test_a_stripe_with_room_everywhere_is_even_to_a_page():
+def test_a_stripe_is_even_to_a_page():
     rng = random.Random(3)
     for _ in range(300):
         ranks, count = rng.randint(1, 6), rng.randint(1, 40)
-        free = [count + rng.randrange(9) for _ in range(ranks)]
-        placed = Striped().go_on(count, free, rng.randrange(ranks))
-        shares = np.bincount(placed, minlength=ranks)
-        assert shares.max() - shares.min() <= 1
-        assert ((placed[1:] - placed[:-1]) % ranks == 1 % ranks).all()
+        free = [count] * ranks
+        start = Striped().start(free, rng.choice((None, rng.randrange(ranks))))
+        owners = settle(count, free, start, Striped.step)
+        shares = [owners.count(rank) for rank in range(ranks)]
+        assert max(shares) - min(shares) <= 1
+        assert all((b - a) % ranks == 1 % ranks for a, b in itertools.pairwise(owners))
 
 
-def test_a_run_goes_on_from_its_last_page():
-    assert Striped().go_on(3, [9, 9, 9], 1).tolist() == [2, 0, 1]
-    assert Contiguous().go_on(3, [9, 9, 9], 1).tolist() == [1, 1, 1]
-    assert Striped().go_on(1, [0, 5, 9], 2).tolist() == [2]
-    assert Striped().begin(2, [3, 5, 4]).tolist() == [1, 2]
+def test_a_run_goes_on_from_its_last_page_and_begins_where_most_room_is():
+    assert Striped().start([9, 9, 9], 1) == 2
+    assert Striped().start([9, 9, 9], 2) == 0
+    assert Striped().start([3, 5, 4], None) == 1
+    assert Contiguous().start([9, 9, 9], 1) == 1
+    assert Contiguous().start([3, 2, 4], None) == 2
 
 
-def test_shares_are_taken_owner_by_owner_and_put_in_page_order():
-    allocators = [PageAllocator(owner, 9) for owner in range(3)]
-    calls = []
+def test_the_last_pages_of_a_full_rank_go_to_the_one_with_most_room():
+    assert settle(5, [1, 3, 4], 0, 1) == [0, 1, 2, 2, 1]
+    assert settle(5, [3, 0, 4], 0, 1) == [0, 2, 2, 0, 2]
+    assert settle(1, [0, 5, 9], 0, 1) == [2]
+    assert settle(6, [3, 2, 4], 2, 0) == [2, 2, 2, 2, 0, 0]
+    assert settle(9, [3, 2, 4], 0, 0) == [0, 0, 0, 2, 2, 2, 2, 1, 1]
 
-    def alloc(owner, pages):
-        calls.append((owner, pages))
-        return allocators[owner].alloc(pages)
 
-    refs = np.frombuffer(take_shares(np.array([2, 0, 2, 1, 0]), alloc), np.int64)
-    assert calls == [(0, 2), (1, 1), (2, 2)]
-    assert owners_of(refs).tolist() == [2, 0, 2, 1, 0]
-    assert refs.tolist() == [make_ref(*p) for p in ((2, 0), (0, 0), (2, 1), (1, 0), (0, 1))]
+def test_refs_come_in_page_order_from_each_owners_allocator():
+    """The quick way of a run that has room, and the one page by page, are the same."""
+    rng = random.Random(5)
+    for _ in range(200):
+        free = [rng.randrange(9) for _ in range(rng.randint(2, 5))]
+        count = rng.randint(1, max(1, sum(free)))
+        start, step = rng.randrange(len(free)), rng.randrange(2)
+        if count > sum(free):
+            continue
+        one, two = ([PageAllocator(o, n) for o, n in enumerate(free)] for _ in range(2))
+        placed = settle(count, free, start, step)
+        quick = take_pages(count, free, start, step, lambda o, n: one[o].alloc(n))  # noqa: B023
+        slow = take_shares(placed, lambda o, n: two[o].alloc(n))  # noqa: B023
+        assert quick == slow
+        assert [owner_of(ref) for ref in array("q", quick)] == placed
 
 
 @pytest.mark.parametrize("count", [3, 200])

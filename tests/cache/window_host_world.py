@@ -15,6 +15,7 @@ from phloem.cache.state import CacheState
 from phloem.core.errors import NoRoom
 from tests.cache.window_world import Prefix, Runner, WindowWorld
 from tests.cache.windows import valid_lengths
+from tests.cache.world import price_of
 
 
 class WindowHostWorld(WindowWorld):
@@ -127,7 +128,9 @@ class WindowHostWorld(WindowWorld):
         self.seen.update(loads=1, window_loads=len(runner.own) > 0, tail_alone=length == cached)
         self.runners.append(runner)
         self.loading[runner] = length
-        self._settle(evicting=pages - cached - free, evicting_windows=None)
+        missing = pages - cached
+        more = price_of(self.cache, missing)
+        self._settle(evicting=missing - free, evicting_windows=None, more=more)
 
     def _start_load(self, runner: Runner, length: int, cached: int, valid: int) -> None:
         reservation = runner.reservation

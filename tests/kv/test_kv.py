@@ -37,7 +37,7 @@ def test_objects_tile_the_pool_exactly(groups: int) -> None:
     layout = PageLayout(make_spec(num_kv_heads=8), 5, groups)
     offsets = [layout.object_offset(p, g) for p in range(5) for g in range(groups)]
     assert offsets == list(range(0, layout.total_bytes, layout.object_bytes))
-    assert math.prod(layout.shape) * KVDtype.BF16.num_bytes == layout.total_bytes
+    assert math.prod(layout.shape) * KVDtype.BF16.part_bytes(1) == layout.total_bytes
 
 
 def test_head_groups_must_divide_the_heads() -> None:

@@ -117,6 +117,43 @@ WINDOWED: dict[str, Callable[..., transformers.PretrainedConfig]] = {
 }
 
 
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def _deepseek(kind: type[transformers.PretrainedConfig], **extra: Any) -> Any:
+    """Every part has a size of its own; all layers are dense."""
+    more = {"num_key_value_heads": 4, "first_k_dense_replace": 3, "q_lora_rank": 24}
+    more |= {"kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 20}
+    return kind(**{**_SIZES, **more, **extra})
+
+
+# Families with latent attention, by what is special about them.
+LATENT: dict[str, Callable[..., transformers.PretrainedConfig]] = {
+    "v2-lite": lambda **x: _deepseek(transformers.DeepseekV2Config, q_lora_rank=None, **x),
+    "v2-yarn": lambda **x: _deepseek(
+        transformers.DeepseekV2Config,
+        rope_parameters={**_YARN, "mscale": 0.9, "mscale_all_dim": 0.4},
+        **x,
+    ),
+    "v3": lambda **x: _deepseek(transformers.DeepseekV3Config, v_head_dim=44, **x),
+    "v3-yarn": lambda **x: _deepseek(
+        transformers.DeepseekV3Config,
+        rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        **x,
+    ),
+    "v3-halves": lambda **x: _deepseek(
+        transformers.DeepseekV3Config, q_lora_rank=None, rope_interleave=False, **x
+    ),
+}
+
+
 class DenseMLP(torch.nn.Module):
     """Stands in for the experts of gpt-oss, in transformers' model and in ours."""
 
@@ -178,5 +215,14 @@ def make_windowed(
 ) -> transformers.PreTrainedModel:
     """Write a model with a window to `folder` and return it."""
     model = build_model(WINDOWED[family](window, **extra), seed)
+    model.save_pretrained(folder)
+    return model
+
+
+def make_latent(
+    family: str, folder: Path, *, seed: int = 7, **extra: Any
+) -> transformers.PreTrainedModel:
+    """Write a model of `LATENT` to `folder` and return it."""
+    model = build_model(LATENT[family](**extra), seed)
     model.save_pretrained(folder)
     return model

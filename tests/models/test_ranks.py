@@ -17,12 +17,13 @@ from phloem.attention import bands, gather_plan
 from phloem.kv.spec import KVDtype
 from phloem.worker.inputs import RankShare, StepInputs
 from tests.kernels.native_build import native_library
-from tests.models.checkpoints import make_checkpoint, make_windowed
+from tests.models.checkpoints import make_checkpoint, make_latent, make_windowed
 from tests.models.ranks import FULL, WINDOW, Ranks, Row
 from tests.models.test_against_transformers import TOLERANCE, prompt, relative_error
 
 WINDOW_TOKENS = 16
 FAMILIES = ("llama", "gemma3", "gpt_oss", "mistral")
+LATENT = ("v2-lite", "v3-yarn")
 LENGTHS = (83, 41)  # of the two rows: prompt and decodes
 DECODES = 6
 
@@ -36,6 +37,8 @@ def path(tmp_path_factory):
         folder = tmp_path_factory.mktemp(family)
         if family == "llama":
             make_checkpoint(family, folder)
+        elif family in LATENT:
+            make_latent(family, folder)
         else:
             make_windowed(family, folder, window=WINDOW_TOKENS)
         return folder
@@ -97,7 +100,7 @@ def pages_of(ranks: Ranks, component: int) -> list[torch.Tensor]:
 
 def assert_pages_equal(ranks: Ranks, one: Ranks, *, exact: bool) -> None:
     """NaN where nothing was written, on both."""
-    for component in range(len(one.pools)):
+    for component in range(len(one.pools[0])):
         parts = zip(pages_of(ranks, component), pages_of(one, component), strict=True)
         for got, want in parts:
             assert torch.equal(got.isnan(), want.isnan()), "written where one rank does not write"
@@ -127,8 +130,27 @@ def test_ranks_equal_one_rank(path, family, page_size, num_ranks, kind, kernels)
     assert_pages_equal(ranks, one, exact=False)
 
 
+@pytest.mark.parametrize("family", LATENT)
+@pytest.mark.parametrize(("page_size", "num_ranks", "kind"), [(4, 2, "striped"), (1, 4, "random")])
+@pytest.mark.parametrize("kernels", ["torch", "reference"])
+def test_ranks_share_latents(path, family, page_size, num_ranks, kind, kernels, monkeypatch):
+    """As above, of one row a token that all heads share; a prefill between gaps is absorbed."""
+    monkeypatch.setattr(gather_plan, "CONTEXT_BLOCK_TOKENS", 13)
+    monkeypatch.setattr(bands, "FULL_BAND", 5)
+    one, ranks = (
+        Ranks(path(family), n, page_size=page_size, kernels=kernels) for n in (1, num_ranks)
+    )
+    for each in (one, ranks):
+        admit_rows(each, kind)
+        compute(each, seed=page_size)
+    for number in range(len(LENGTHS)):
+        error = relative_error(ranks.row_logits(number), one.row_logits(number))
+        assert error < TOLERANCE
+    assert_pages_equal(ranks, one, exact=False)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", list(KVDtype), ids=lambda d: d.value)
+@pytest.mark.parametrize("dtype", [KVDtype.FP32, KVDtype.BF16], ids=lambda d: d.value)
 def test_native_ranks_equal_one_rank_to_the_last_bit(path, family, dtype):
     """Where no rank has a single token of a chunk, which takes the kernel of decodes."""
     native_library()

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import threading
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ import torch
 
 from phloem.cache import HostTier, PrefixCache, WindowConfig, check_invariants
 from phloem.cache.components import ABSENT
+from phloem.cache.state import CacheState
 from phloem.core.clock import MonotonicClock
 from phloem.core.namespace import make_namespace
 from phloem.core.plan import PageTableUpdate, RowInit, RowPlan, StepPlan, StepResult
@@ -43,11 +46,21 @@ from phloem.core.tokens import TOKEN_BYTES, tokens_to_bytes
 from phloem.engine.build_tiers import open_storage
 from phloem.engine.identity import key_facts
 from phloem.loop import EngineLoop
+from phloem.replica import RecordReader, RecordWriter
 from phloem.sched import Scheduler, SchedulerConfig
 from phloem.tiers import StorageKeys, TierConfig, TierController
 from phloem.tiers.config import is_exclusive
 from phloem.transfer import TransferHooks
-from phloem.worker import Hooks, LoadedWorker, WorkerOptions, load_worker
+from phloem.worker import (
+    Hooks,
+    LoadedWorker,
+    RankedWorker,
+    RankHooks,
+    Replica,
+    WorkerOptions,
+    load_local_ranks,
+    load_worker,
+)
 
 __all__ = ["Answer", "Cold", "Rig"]
 
@@ -59,12 +72,21 @@ NAMESPACE = make_namespace(model="tiny")
 
 
 @functools.cache
-def versions_of(path: Path, page_size: int) -> Versions:
+def versions_of(path: Path, page_size: int, kv_dtype: str = "auto") -> Versions:
     """Of one model, over all engines of a test (`conftest` forgets them): storage outlives them."""
     return Versions()
 
 
-def _load(path: Path, page_size: int, num_pages: int, hooks: Hooks, **more: Any) -> LoadedWorker:
+def _load(
+    path: Path,
+    page_size: int,
+    num_pages: int,
+    hooks: Hooks,
+    *,
+    ranks: int = 1,
+    replica: Callable[[int], Replica] | None = None,
+    **more: Any,
+) -> LoadedWorker:
     options = WorkerOptions(
         dtype="fp32",
         page_size=page_size,
@@ -75,6 +97,8 @@ def _load(path: Path, page_size: int, num_pages: int, hooks: Hooks, **more: Any)
         hooks=hooks,
         **more,
     )
+    if ranks > 1:
+        return load_local_ranks(path, options, ranks, replicas=replica)
     return load_worker(path, options)
 
 
@@ -83,6 +107,26 @@ def close_enough(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     if not len(ours):
         return True  # a page of the spine, without layers
     return bool((ours - theirs).abs().max() <= RELATIVE * theirs.abs().max())
+
+
+class _Replica(RecordReader):
+    """Made with the first record, when there is a leader to be equal to."""
+
+    def __init__(self, leader: Callable[[], PrefixCache]) -> None:
+        self._leader = leader
+
+    def apply(self, log: bytes) -> None:
+        if not hasattr(self, "_state"):
+            cache = self._leader()
+            super().__init__(
+                CacheState(
+                    cache.page_size,
+                    cache.num_pages,
+                    host_pages=cache.state.host.capacity,
+                    window=cache.window,
+                )
+            )
+        super().apply(log)
 
 
 class Versions:
@@ -170,33 +214,48 @@ class Rig:
         window_host_pages: int | None = None,
         checkpoint: int = 0,
         kernels: str = "auto",
+        ranks: int = 1,
+        placement: str = "striped",
+        kv_dtype: str = "auto",
     ) -> None:
+        """With `ranks`, threads of this process that share all these pages."""
         self.page_size = page_size
-        self.versions = versions_of(path, page_size)
+        self.versions = versions_of(path, page_size, kv_dtype)
         self._sequences: dict[int, bytearray] = {}  # tokens by serial
         self.logits: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
+        self._lock = threading.Lock()  # ranks capture at the same time
         hooks = Hooks(capture_logits=self._capture, nan_fill=True)
+        if window_pages is not None:
+            window_pages //= ranks
         self.loaded = _load(
             path,
             page_size,
-            num_pages,
+            num_pages // ranks,
             hooks,
+            ranks=ranks,
+            replica=self._replica,
             inline=not overlap,
             host_pages=host_pages,
             transfer_hooks=transfer_hooks,
             window_pages=window_pages,
             window_host_pages=window_host_pages,
             kernels=kernels,
+            kv_dtype=kv_dtype,
         )
         self.recorder = Recorder(self.loaded)
+        self.ranks = ranks
         self.cache = PrefixCache(
             page_size=page_size,
-            num_pages=(num_pages,),
+            num_pages=(num_pages // ranks,) * ranks,
+            placement=placement,
             host=HostTier(pages=host_pages, exclusive=is_exclusive(num_pages, host_pages)),
             enabled=prefix_cache,
             record_freed=True,
             window=self._window(checkpoint),
         )
+        if isinstance(self.loaded.worker, RankedWorker):
+            log = RecordWriter(self.cache.leader.log, self.cache.state, digest_every=1)
+            self.loaded.worker.connect(RankHooks(log=log.take))
         config = SchedulerConfig(
             max_model_len=MAX_LEN,
             max_running=max_running,
@@ -221,6 +280,10 @@ class Rig:
                 assert self.scheduler.tiers.flush(60.0) == 0
             self.loaded.transfers.close()
 
+    def _replica(self, _rank: int) -> Replica:
+        """A rank's copy of the cache, whose digest is compared in every step."""
+        return _Replica(lambda: self.cache)
+
     def _window(self, checkpoint: int) -> WindowConfig | None:
         model = self.loaded.config
         if model.window is None:
@@ -228,7 +291,7 @@ class Rig:
         return WindowConfig(
             tokens=model.window,
             layers=len(model.component_layers[1]),
-            pages=self.loaded.num_pages[1:],
+            pages=self.loaded.num_pages[1:] * self.ranks,
             host_pages=self.loaded.hosts[1].num_pages if self.loaded.hosts else 0,
             checkpoint=checkpoint,
         )
@@ -281,13 +344,16 @@ class Rig:
         return self.answers[request_id]
 
     def _capture(self, serial: int, start: int, logits: torch.Tensor) -> None:
-        for i, row in enumerate(logits):
-            self.logits[serial][start + i] = row.clone()
-        self._note_pages(serial, start, start + len(logits))
+        with self._lock:
+            for i, row in enumerate(logits):
+                self.logits[serial][start + i] = row.clone()
+            self._note_pages(serial, start, start + len(logits))
 
     def _note_pages(self, serial: int, start: int, end: int) -> None:
         """On the worker's thread, right after a forward pass: the pages that it has completed."""
-        init, tables = self.recorder.inits[serial], self.loaded.worker._runner._tables
+        worker = self.loaded.worker
+        own = worker._own if isinstance(worker, RankedWorker) else worker
+        init, tables = self.recorder.inits[serial], own._runner._tables
         sequence = self._sequences.setdefault(serial, bytearray(init.tokens))
         if start == len(sequence) // TOKEN_BYTES:  # a decode: its input is not in the prompt
             sequence += int(tables._last_token[init.row]).to_bytes(TOKEN_BYTES, "little")
@@ -313,11 +379,12 @@ class Rig:
 class Cold:
     """Answers and logits with nothing cached; remembered by sequence."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, **options: Any) -> None:
+        self._path, self._options = path, options
         self.continuation = functools.lru_cache(maxsize=None)(self._continuation)
         self.logits = functools.lru_cache(maxsize=None)(self._logits)
-        self._rig = Rig(path, page_size=16, num_pages=MAX_LEN // 16 + 1, prefix_cache=False)
+        shape = {"page_size": 16, "num_pages": MAX_LEN // 16 + 1, "prefix_cache": False}
+        self._rig = Rig(path, **shape, **options)
 
     def answer(self, prompt: list[int], max_tokens: int) -> list[int]:
         """The greedy continuation."""
@@ -334,11 +401,18 @@ class Cold:
         return torch.stack([by_position[i] for i in range(len(sequence))])
 
     def page_bytes(self, sequence: list[int], page_size: int) -> list[list[torch.Tensor]]:
-        """KV of every full page of `sequence`, by component, computed from nothing: the audit's
-        reference. A worker alone, in one chunk: no cache that could let go of window pages."""
+        """KV of every full page of `sequence` as numbers, by component."""
+        pages = self.raw_pages(sequence, page_size)
+        return [[_floats(page) for page in each] for each in pages]
+
+    def raw_pages(self, sequence: list[int], page_size: int) -> list[list[bytes]]:
+        """The bytes of every full page of `sequence`, by component, computed from nothing: the
+        audit's reference. A worker alone, in one chunk: no cache that could let go of window
+        pages."""
         num_pages = len(sequence) // page_size
         hooks = Hooks(nan_fill=True)
-        loaded = _load(self._path, page_size, num_pages + 1, hooks, inline=True)
+        options = {**self._options, "inline": True}
+        loaded = _load(self._path, page_size, num_pages + 1, hooks, **options)
         components = range(len(loaded.specs))
         refs = np.arange(num_pages + 1, dtype=np.int64)
         tokens = tokens_to_bytes(sequence[: num_pages * page_size])
@@ -364,7 +438,7 @@ class Cold:
         )
         loaded.worker.submit(plan)
         loaded.worker.collect()
-        pages = [[_floats(loaded.worker.read_page(p, c)) for p in refs[:-1]] for c in components]
+        pages = [[loaded.worker.read_page(p, c) for p in refs[:-1]] for c in components]
         loaded.worker.close()
         return pages
 
@@ -412,18 +486,9 @@ def tokens_of(init: RowInit) -> list[int]:
 def check_pages(rig: Rig, cold: Cold) -> int:
     """The audit: recompute every leaf's path and compare every page of it; every copy is, to the
     bit, what was computed once. Returns how many pages were compared."""
-    tree = rig.cache.state.tree
     num_compared = 0
-    for leaf in [n for n in tree.nodes.values() if n is not tree.root and not n.children]:
-        path = []
-        node = leaf
-        while node is not tree.root:
-            path.append(node)
-            node = node.parent
-        path.reverse()
-        packed = b"".join(n.key for n in path)
+    for leaf, packed, places in leaves(rig):
         tokens = np.frombuffer(packed, dtype="<i4").tolist()
-        places = [(node, page) for node in path for page in range(node.num_pages)]
         for component, pages in enumerate(cold.page_bytes(tokens, rig.page_size)):
             for page, ((node, number), expected) in enumerate(zip(places, pages, strict=True)):
                 copies = copies_of(rig, node, number, component)
@@ -438,14 +503,33 @@ def check_pages(rig: Rig, cold: Cold) -> int:
     return num_compared
 
 
+def leaves(rig: Rig) -> Iterator[tuple[Any, bytes, list[tuple[Any, int]]]]:
+    """Every leaf: the tokens from the root to its end, and the (node, number) of each page."""
+    tree = rig.cache.state.tree
+    for leaf in [n for n in tree.nodes.values() if n is not tree.root and not n.children]:
+        path = []
+        node = leaf
+        while node is not tree.root:
+            path.append(node)
+            node = node.parent
+        path.reverse()
+        places = [(node, page) for node in path for page in range(node.num_pages)]
+        yield leaf, b"".join(n.key for n in path), places
+
+
 def copies_of(rig: Rig, node: Any, page: int, component: int = 0) -> dict[str, torch.Tensor]:
+    """A page of a node wherever it is, by place, as numbers."""
+    return {place: _floats(data) for place, data in raw_copies(rig, node, page, component).items()}
+
+
+def raw_copies(rig: Rig, node: Any, page: int, component: int = 0) -> dict[str, bytes]:
     """A page of a node wherever it is, by place; window state may be nowhere."""
     out = {}
     held = node.extra[component - 1] if component else node
     if held.refs and (ref := held.ref_list()[page]) != ABSENT:
-        out[f"slot {slot_of(ref)}"] = read_page(rig, ref, component)
+        out[f"slot {slot_of(ref)}"] = rig.loaded.worker.read_page(ref, component)
     if held.host and (slot := held.host_list()[page]) != ABSENT:
-        out[f"host slot {slot}"] = _floats(rig.loaded.hosts[component].read_page(slot))
+        out[f"host slot {slot}"] = rig.loaded.hosts[component].read_page(slot)
     return out
 
 

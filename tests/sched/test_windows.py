@@ -62,6 +62,22 @@ def test_the_least_pool_is_enough_for_a_request_alone(tokens: int, page_size: in
     rig.check_idle()
 
 
+@pytest.mark.parametrize(("owners", "placement"), [(2, "striped"), (3, "contiguous")])
+@pytest.mark.parametrize(("tokens", "page_size"), [(1, 4), (8, 4), (33, 16)])
+def test_the_least_pool_of_each_rank_is_enough_too(
+    tokens: int, page_size: int, owners: int, placement: str
+):
+    """Wherever its full pages lie, all on one rank included, their window pages have room there."""
+    rng = random.Random(2)
+    least = -(-(tokens - 1) // page_size) + 2
+    ranks = {"num_owners": owners, "placement": placement}
+    rig = make(tokens=tokens, pages=least, page_size=page_size, num_pages=60, **ranks)
+    for length in (1, 7, 60, 61, 150, 151, 152, 300):
+        served(rig, str(length), prompt_of(rng, length), max_tokens=40)
+    assert rig.loop.stats().retractions_total == 0
+    rig.check_idle()
+
+
 def test_a_pool_in_which_a_request_could_come_to_a_halt_is_refused_at_once():
     with pytest.raises(ConfigError, match="a window of 33 tokens needs 4 window pages"):
         make(tokens=33, page_size=16, pages=3, num_pages=100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,16 @@ import pytest
 import torch
 
 from phloem.core.errors import EngineDead
+from phloem.core.plan import StepPlan
 from phloem.core.request import SamplingParams
-from phloem.worker import WorkerOptions, load_local_ranks, load_worker
+from phloem.worker import (
+    Peers,
+    RankHooks,
+    WorkerOptions,
+    load_local_ranks,
+    load_worker,
+    runner,
+)
 from tests.models.checkpoints import make_checkpoint
 from tests.worker.rank_driver import GREEDY, Logits, Owner, RankDriver, striped
 
@@ -145,13 +154,63 @@ def test_a_cancelled_step_ends_on_all_ranks(path) -> None:
     ranks.worker.close()
 
 
+def test_a_wait_that_is_skipped_shows(path, monkeypatch) -> None:
+    """A mutation: rank 0 waits for nobody, and rank 1 comes late. Freed pages are NaN, so the
+    comparison above could not have passed."""
+    over = threading.Event()
+    real_written, real_finished = Peers.written, Peers.finished
+
+    def written(self: Peers, step: int, layer: int) -> None:
+        if self.rank == 0:
+            self.post(step, layer)
+            return
+        assert over.wait(20.0)
+        real_written(self, step, layer)
+
+    def finished(self: Peers, step: int) -> None:
+        real_finished(self, step)
+        if self.rank == 0:
+            over.set()
+
+    monkeypatch.setattr(Peers, "written", written)
+    monkeypatch.setattr(Peers, "finished", finished)
+    ranks, logits = driver(path, 2, striped(2))
+    ids = prompt(43, 1)
+    ranks.admit(0, ids)
+    ranks.step(ranks.chunk(0, ids, 0, 18))
+    ranks.worker.close()
+    wrong = [at for at in range(18) if logits.of[100][at].isnan().any()]
+    assert set(wrong) >= set(range(2 * PAGE, 18))  # what reads page 1 on rank 0, what reads that
+
+
+class Other:
+    """A rank's copy of the cache that has gone astray."""
+
+    def apply(self, log: bytes) -> None:
+        """It does not listen."""
+
+    def digest(self) -> str:
+        return "5:bad"
+
+
+def test_a_rank_whose_cache_differs_stops_all_with_both_digests(path) -> None:
+    loaded = load_local_ranks(path, options(), 2, replicas=lambda _rank: Other())
+    logs = iter([(b"", None), (b"", "5:good")])
+    failed = threading.Event()
+    loaded.worker.connect(RankHooks(log=lambda: next(logs), on_failure=failed.set))
+    for step in range(2):
+        loaded.worker.submit(StepPlan(step=step, rows=()))
+    assert failed.wait(20.0)
+    with pytest.raises(EngineDead, match=r"^rank 1 failed: its cache differs .*5:good.*5:bad$"):
+        loaded.worker.collect()
+    loaded.worker.close()
+
+
 def test_a_failing_rank_is_named(path, monkeypatch) -> None:
     ranks, _ = driver(path, 3, striped(3))
     ids = prompt(40, 7)
     ranks.admit(0, ids)
     bad = ranks.chunk(0, ids, 0, 40)
-    import phloem.worker.runner as runner
-
     real = runner.build_inputs
 
     def broken(plan, tables, *, share, **more):

@@ -1,0 +1,84 @@
+"""Latent attention token by token, from the definition: K and V of every head, nothing absorbed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phloem.attention.backend import AttentionBackend
+from phloem.attention.batch import RaggedBatch, RowSpan
+from phloem.config.mla import MLAConfig
+from phloem.kernels import KVBuffer, Scoring
+from phloem.kernels.reference import ReferenceOps
+
+__all__ = ["MLAReferenceAttention"]
+
+
+class MLAReferenceAttention(AttentionBackend[RaggedBatch]):
+    """Slow. Its plan is the batch itself. Arguments as those of `MLAAttention`."""
+
+    def __init__(
+        self, buffer: KVBuffer, *, mla: MLAConfig, up: Sequence[Tensor], scoring: Scoring
+    ) -> None:
+        self._buffer, self._mla, self._up, self._scoring = buffer, mla, tuple(up), scoring
+        self._ops = ReferenceOps()
+
+    @property
+    def window(self) -> None:
+        return None
+
+    def plan(self, batch: RaggedBatch) -> RaggedBatch:
+        return batch
+
+    def write(self, layer: int, k: Tensor, v: Tensor, meta: RaggedBatch) -> None:
+        """As `MLAAttention.write`."""
+        written = meta.written()
+        which = np.arange(meta.num_tokens) if written is None else written
+        offsets = meta.positions() % meta.page_size
+        index = self._buffer.token_index(meta.token_slots()[which], offsets[which])
+        self._ops.write_kv(self._buffer, layer, k[which], v[which], torch.from_numpy(index))
+
+    def plan_write(self, batch: RaggedBatch) -> RaggedBatch:
+        return batch
+
+    def over(self, buffer: KVBuffer, layer: int) -> MLAReferenceAttention:
+        up = self._up[layer : layer + 1]
+        return MLAReferenceAttention(buffer, mla=self._mla, up=up, scoring=self._scoring)
+
+    def attend(
+        self, layer: int, q: Tensor, meta: RaggedBatch, *, sinks: Tensor | None = None
+    ) -> Tensor:
+        """As `MLAAttention.attend`."""
+        assert sinks is None, "latent attention has no sinks"
+        return self.partial(layer, q, meta)[0].flatten(1)
+
+    def partial(self, layer: int, q: Tensor, meta: RaggedBatch) -> tuple[Tensor, Tensor]:
+        """As `MLAAttention.partial`."""
+        out = q.new_empty((*q.shape[:2], self._mla.v_dim))
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        for span in meta.spans:
+            for i, position in enumerate(span.positions().tolist(), span.first):
+                out[i], lse[i] = self._attend(layer, q[i], span, position)
+        return out, lse
+
+    def _attend(self, layer: int, q: Tensor, span: RowSpan, position: int) -> tuple[Tensor, Tensor]:
+        """One query (H, D) over rows 0 ... position of its request: (H, E), log-sum-exp (H,)."""
+        mla, size = self._mla, self._buffer.page_size
+        pages = span.pages(0, position // size + 1)
+        index = torch.from_numpy(self._buffer.object_index(pages)).to(q.device)
+        rows = self._ops.gather_kv(self._buffer, layer, index)[0, 0, : position + 1].float()
+        latents, rotary = rows[:, : mla.kv_rank], rows[:, mla.kv_rank :]
+        up = self._up[layer].float().view(q.shape[0], mla.up_dim, mla.kv_rank)
+        out = q.new_empty((q.shape[0], mla.v_dim))
+        lse = q.new_empty(q.shape[:1], dtype=torch.float32)
+        for head, query in enumerate(q.float()):
+            both = latents @ up[head].T  # (S, nope + E)
+            k = torch.cat((both[:, : mla.nope_dim], rotary), dim=-1)
+            scores = k @ query * self._scoring.scale
+            lse[head] = torch.logsumexp(scores, dim=0)
+            weights = torch.softmax(scores, dim=0)
+            out[head] = (weights @ both[:, mla.nope_dim :]).to(q.dtype)
+        return out, lse

@@ -1,0 +1,173 @@
+"""How rows of K and V lie in a page when they are not numbers of the model's dtype.
+
+A row (one token, one head, K or V; with MLA the latent and the rotary key) is written and read on
+its own: nothing in it depends on other rows, so chunking and the split of heads change no bit.
+
+    int8, fp8    | D codes | scale (bf16) |                        of each part of the row
+    fp4          | D / 2 bytes, two codes each | D / 16 scales |   a scale for 16 numbers
+
+A scale is rounded up, so the largest number of a row stays within the codes. The scales of fp4 are
+e5m3: fp16 without its sign and its last seven bits. All ones is NaN in each kind of scale, so a
+poisoned page reads as NaN; all zeros reads as zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from phloem.kv.spec import FP4_BLOCK, KVDtype, KVSpec
+
+__all__ = ["CastCodec", "PackedCodec", "RowCodec", "make_codec", "torch_dtype"]
+
+_INT8_MAX, _FP8_MAX, _FP4_MAX = 127.0, 448.0, 6.0
+_E5M3_MAX = 61440.0
+_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP4_BORDERS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+_Encode: TypeAlias = Callable[[Tensor], Tensor]
+_Decode: TypeAlias = Callable[[Tensor, int, torch.dtype], Tensor]
+
+_STORED = {KVDtype.FP32: torch.float32, KVDtype.BF16: torch.bfloat16}
+
+
+def torch_dtype(dtype: KVDtype) -> torch.dtype:
+    """The dtype of a pool's tensor: bytes, where rows are codes with scales."""
+    return _STORED.get(dtype, torch.uint8)
+
+
+class RowCodec(Protocol):
+    """Rows (..., head_dim) to and from what a page holds, (..., items)."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What rows are decoded to, and computed in."""
+        ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Rows of any float dtype, as a page's tensor holds them."""
+        ...
+
+    def decode(self, stored: Tensor) -> Tensor:
+        """A fresh tensor of `dtype`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CastCodec:
+    """Rows are numbers of another float dtype."""
+
+    stored: torch.dtype
+    dtype: torch.dtype
+    head_dim: int
+
+    def encode(self, rows: Tensor) -> Tensor:
+        return rows.to(self.stored)
+
+    def decode(self, stored: Tensor) -> Tensor:
+        return stored.to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCodec:
+    """Rows are bytes: the codes and scales of each part, one part behind the other."""
+
+    kind: KVDtype
+    parts: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def head_dim(self) -> int:
+        return sum(self.parts)
+
+    def encode(self, rows: Tensor) -> Tensor:
+        encode, _, _ = _KINDS[self.kind]
+        pieces = torch.split(rows.float(), list(self.parts), dim=-1)
+        return torch.cat([encode(piece) for piece in pieces], dim=-1)
+
+    def decode(self, stored: Tensor) -> Tensor:
+        _, decode, row_bytes = _KINDS[self.kind]
+        pieces = torch.split(stored, [row_bytes(width) for width in self.parts], dim=-1)
+        decoded = [decode(p, w, self.dtype) for p, w in zip(pieces, self.parts, strict=True)]
+        return decoded[0] if len(decoded) == 1 else torch.cat(decoded, dim=-1)
+
+
+def make_codec(spec: KVSpec, dtype: torch.dtype) -> RowCodec | None:
+    """None where a page holds rows as they are computed, in `dtype`."""
+    if spec.dtype.is_packed:
+        return PackedCodec(spec.dtype, spec.parts, dtype)
+    stored = torch_dtype(spec.dtype)
+    return None if stored is dtype else CastCodec(stored, dtype, spec.head_dim)
+
+
+def _scales(piece: Tensor, largest: float) -> Tensor:
+    """Of rows (..., D) fp32: (..., 1) bf16, none smaller than the largest number over `largest`."""
+    exact = piece.abs().amax(dim=-1, keepdim=True) / largest
+    bits = (exact.view(torch.int32) + 0xFFFF) >> 16  # positive floats grow with their bits
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def _units(piece: Tensor, scales: Tensor) -> Tensor:
+    """Rows in units of their scales; rows of zeros stay zeros."""
+    scale = scales.float()
+    return piece / torch.where(scale > 0, scale, 1.0)
+
+
+def _encode_int8(piece: Tensor) -> Tensor:
+    scales = _scales(piece, _INT8_MAX)
+    codes = _units(piece, scales).round().clamp(-_INT8_MAX, _INT8_MAX).to(torch.int8)
+    return torch.cat((codes.view(torch.uint8), scales.view(torch.uint8)), dim=-1)
+
+
+def _encode_fp8(piece: Tensor) -> Tensor:
+    scales = _scales(piece, _FP8_MAX)
+    codes = _units(piece, scales).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+    return torch.cat((codes.view(torch.uint8), scales.view(torch.uint8)), dim=-1)
+
+
+def _decode_scaled(codes: torch.dtype) -> _Decode:
+    def decode(piece: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        numbers = piece[..., :width].view(codes).to(dtype)
+        # Codes and scales have few enough bits: one rounding, whatever the dtype.
+        return numbers.mul_(piece[..., width:].view(torch.bfloat16).to(dtype))
+
+    return decode
+
+
+def _encode_fp4(piece: Tensor) -> Tensor:
+    blocks = piece.reshape(*piece.shape[:-1], -1, FP4_BLOCK)
+    exact = blocks.abs().amax(dim=-1) / _FP4_MAX
+    half = exact.clamp(max=_E5M3_MAX).to(torch.float16)
+    scales = ((half.view(torch.int16) + 64) >> 7).to(torch.uint8)  # the sign is never set
+    units = blocks / _fp4_scales(scales, torch.float32).masked_fill_(scales == 0, 1.0)[..., None]
+    units.masked_fill_((scales == 0)[..., None], 0.0)
+    borders = torch.tensor(_FP4_BORDERS, device=piece.device)
+    codes = torch.bucketize(units.abs(), borders, right=True) + 8 * (units < 0)
+    codes = codes.flatten(-2).to(torch.uint8)
+    return torch.cat((codes[..., 0::2] | codes[..., 1::2] << 4, scales), dim=-1)
+
+
+def _fp4_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return (scales.to(torch.int16) << 7).view(torch.float16).to(dtype)
+
+
+def _decode_fp4(piece: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    values = torch.tensor((*_FP4_VALUES, *(-v for v in _FP4_VALUES)), dtype=dtype)
+    pairs = torch.cartesian_prod(values, values).flip(-1).to(piece.device)  # (256, 2), low first
+    codes, scales = piece[..., : width // 2], piece[..., width // 2 :]
+    numbers = pairs[codes.int()].view(*scales.shape, FP4_BLOCK)
+    return numbers.mul_(_fp4_scales(scales, dtype)[..., None]).flatten(-2)
+
+
+_KINDS: dict[KVDtype, tuple[_Encode, _Decode, Callable[[int], int]]] = {
+    KVDtype.INT8: (_encode_int8, _decode_scaled(torch.int8), KVDtype.INT8.part_bytes),
+    KVDtype.FP8: (_encode_fp8, _decode_scaled(torch.float8_e4m3fn), KVDtype.FP8.part_bytes),
+    KVDtype.FP4: (_encode_fp4, _decode_fp4, KVDtype.FP4.part_bytes),
+}

@@ -1,0 +1,9 @@
+"""DeepSeek-V3: latent attention. Its experts are not there yet: layers with a dense MLP only."""
+
+from __future__ import annotations
+
+from phloem.models.family import Family
+
+__all__ = ["FAMILY"]
+
+FAMILY = Family(architecture="deepseek_v3")
