@@ -97,12 +97,18 @@ def worker_options(
         inline=inline,
         host_pages=pools.host[0],
         window_host_pages=pools.host[1] if windows else None,
+        replicate=config.parallel.placement == "replicate",
     )
 
 
 def _threads(config: Config, pools: Pools) -> int:
     """Of each rank."""
     return config.runtime.threads or max(1, usable_cpus() // pools.num_ranks)
+
+
+def _distinct(config: Config, loaded: LoadedWorker, num_pages: int) -> int:
+    """How many different pages those of all ranks are."""
+    return loaded.num_pages[0] if config.parallel.placement == "replicate" else num_pages
 
 
 def _context(config: Config, loaded: LoadedWorker, num_pages: int) -> int:
@@ -134,7 +140,7 @@ def _facts(
         dtype=dtype,
         device=config.model.device,
         vocab_size=loaded.config.vocab_size,
-        max_model_len=_context(config, loaded, num_pages),
+        max_model_len=_context(config, loaded, _distinct(config, loaded, num_pages)),
         page_size=config.page_size,
         num_pages=num_pages,
         page_bytes=loaded.page_bytes,

@@ -57,10 +57,10 @@ def starting_ranks(config: Config, pools: Pools) -> Iterator[RankBuild]:
 
     Raises ConfigError or EngineDead if a rank cannot.
     """
-    if config.parallel.placement == "replicate":
+    if config.parallel.placement == "replicate" and any(pools.host):
         raise ConfigError(
-            "--placement replicate is simulated only: ranks that serve divide the pages; use "
-            "striped or contiguous"
+            "--placement replicate has no host tier: a page is loaded into one pool only; add "
+            "--host-memory 0, or use striped or contiguous"
         )
     ranks = Ranks(pools.num_ranks, len(pools.specs))
     try:

@@ -21,7 +21,9 @@ import socket
 import threading
 import time
 import traceback
+from dataclasses import replace
 
+from phloem.cache.placement import make_placement
 from phloem.cache.state import CacheState
 from phloem.config import Config
 from phloem.core.errors import ConfigError, EngineDead
@@ -111,11 +113,15 @@ class RankProcess:
 def _replica(config: Config, pools: Pools) -> RecordReader:
     """This rank's copy of the cache, as the leader's begins."""
     page_size, num_ranks = config.page_size, pools.num_ranks
+    placement = make_placement(config.parallel.placement)
+    window = window_config(pools.window, num_ranks=num_ranks, page_size=page_size)
+    if window is not None:
+        window = replace(window, pages=placement.pools(window.pages))
     state = CacheState(
         page_size,
-        (pools.device[0],) * num_ranks,
+        placement.pools((pools.device[0],) * num_ranks),
         host_pages=pools.host[0],
-        window=window_config(pools.window, num_ranks=num_ranks, page_size=page_size),
+        window=window,
     )
     return RecordReader(state)
 

@@ -24,6 +24,7 @@ from phloem.worker.memory import activation_bytes
 from phloem.worker.pages import host_tier, kv_specs, make_pools, page_counts
 from phloem.worker.peers import RankPlace
 from phloem.worker.ranked import RankedWorker
+from phloem.worker.replicas import Replicas
 from phloem.worker.rows import RowTables
 from phloem.worker.runner import Hooks, Runner
 from phloem.worker.sampled import SampledTokens
@@ -61,6 +62,7 @@ class WorkerOptions:
     inline: bool = False
     host_pages: int = 0  # 0: no host tier
     window_host_pages: int | None = None
+    replicate: bool = False  # of several ranks: each holds all pages
     transfer_hooks: TransferHooks | None = None
 
 
@@ -132,12 +134,16 @@ def load_worker(
         pools, config.component_layers, _host_pages(options, len(specs)), options.transfer_hooks
     )
     forward = load_forward(path, config, pools, how, on_progress)
+    replicas = None
+    if place is not None and options.replicate:
+        replicas = Replicas(pools, config.component_layers, place.peers.rank)
     tables = RowTables(
         max_running=options.max_running,
         max_pages=pages_for_tokens(max_len, options.page_size),
         num_components=len(specs),
         pages_per_owner=num_pages,
         sampled=None if place is None else SampledTokens(options.max_running, place.sampled),
+        copy=0 if replicas is None else replicas.rank,
     )
     runner = Runner(
         forward.model,
@@ -147,6 +153,7 @@ def load_worker(
         hooks=options.hooks,
         gate=transfers,
         peers=None if place is None else place.peers,
+        replicas=replicas,
     )
     return LoadedWorker(
         worker=InlineWorker(runner, pools) if options.inline else TorchWorker(runner, pools),

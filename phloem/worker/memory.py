@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from phloem.attention.gather_plan import MAX_BAND
+from phloem.attention.gather_plan import CONTEXT_BLOCK_TOKENS, MAX_BAND
+from phloem.attention.mla import EXPANDED_BYTES
+from phloem.config.mla import MLAConfig
 from phloem.config.model import ModelConfig
 from phloem.kv.spec import KVDtype
 from phloem.models import MLP_CHUNK_TOKENS
@@ -28,15 +30,15 @@ def activation_bytes(
     their rotated fp32 temporaries, a gather of K and V (heads expanded by views), two partial
     outputs of attention and their fp32 sums while merging. The MLP adds its intermediates for
     `MLP_CHUNK_TOKENS`; layers with a window add the K and V of one window and the mask of a band of
-    queries, norms behind attention and MLP a normed copy; sampling adds ten fp32 copies of the
-    logits of the rows of one pass. All of it is linear in the chunk: no matrix of tokens by
-    tokens exists, and no logits that nobody asked for.
+    queries, norms behind attention and MLP a normed copy, latents a run of expanded keys; sampling
+    adds ten fp32 copies of the logits of the rows of one pass. All of it is linear in the chunk: no
+    matrix of tokens by tokens exists, and no logits that nobody asked for.
     """
     width = dtype.part_bytes(1)
-    qkv = config.q_size + 2 * config.kv_size
-    per_token = width * (2 * config.hidden_size + 2 * qkv + 2 * config.kv_size + 3 * config.q_size)
-    per_token += _FP32 * (2 * (config.q_size + config.kv_size) + 4 * config.q_size)
-    per_token += _FP32 * (config.hidden_size + qkv)  # where bf16 is multiplied in fp32
+    if config.mla is not None:
+        per_token = _latent_bytes(config, config.mla, width)
+    else:
+        per_token = _heads_bytes(config, width)
     if config.post_norms:
         per_token += (width + 2 * _FP32) * config.hidden_size
     window = min(config.window or 0, config.max_position)
@@ -44,4 +46,32 @@ def activation_bytes(
     mlp = min(max_prefill_tokens, MLP_CHUNK_TOKENS) * config.intermediate_size * (3 * 2 * _FP32)
     rows = min(max_running, logits_rows_per_pass(config.vocab_size))
     steady = mlp + (band if window else 0)
+    if config.mla is not None:
+        steady += _expanded_bytes(config, config.mla, width)
     return max_prefill_tokens * per_token + steady + 10 * rows * config.vocab_size * _FP32
+
+
+def _heads_bytes(config: ModelConfig, width: int) -> int:
+    """Of a token of the chunk, at the widest place of a layer."""
+    qkv = config.q_size + 2 * config.kv_size
+    per_token = width * (2 * config.hidden_size + 2 * qkv + 2 * config.kv_size + 3 * config.q_size)
+    per_token += _FP32 * (2 * (config.q_size + config.kv_size) + 4 * config.q_size)
+    return per_token + _FP32 * (config.hidden_size + qkv)  # where bf16 is multiplied in fp32
+
+
+def _latent_bytes(config: ModelConfig, mla: MLAConfig, width: int) -> int:
+    """The same with latent attention: queries, once more where they are absorbed, and the results
+    of two parts while they are merged."""
+    absorbed, out = config.num_heads * mla.row_dim, config.out_size
+    first = mla.row_dim + (mla.q_rank or 0)
+    per_token = width * (2 * config.hidden_size + 2 * first + 2 * config.q_size + 2 * absorbed)
+    per_token += width * (2 * mla.row_dim + 4 * out)
+    per_token += _FP32 * (2 * config.q_size + 2 * absorbed + 4 * out)
+    return per_token + _FP32 * (config.hidden_size + first)
+
+
+def _expanded_bytes(config: ModelConfig, mla: MLAConfig, width: int) -> int:
+    """K and V of all heads of a run of keys, made of their latents."""
+    widest = max(config.head_dim, mla.v_dim)
+    token_bytes = config.num_heads * (mla.up_dim + 2 * widest) * width
+    return min(EXPANDED_BYTES, min(CONTEXT_BLOCK_TOKENS, config.max_position) * token_bytes)

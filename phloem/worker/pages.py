@@ -99,8 +99,9 @@ def make_pools(
     layouts = pool_layouts(specs, counts)
     if place is None:
         return tuple(DevicePool(layout, device=device, dtype=dtype) for layout in layouts)
+    owners = place.peers.size
     return tuple(
-        DevicePool(layout, device=device, dtype=dtype, num_owners=place.peers.size, memory=memory)
+        DevicePool(layout, device=device, dtype=dtype, num_owners=owners, memory=memory)
         for layout, memory in zip(layouts, place.pools, strict=True)
     )
 

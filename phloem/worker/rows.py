@@ -44,6 +44,7 @@ class RowTables:
 
     Slots count through the pools of all owners, `pages_per_owner[component]` pages each; with one
     owner that figure does not matter. `sampled`: shared with other ranks.
+    `copy`: whose pool holds this rank's copies of the pages, where refs name the first one's.
     """
 
     def __init__(
@@ -54,9 +55,11 @@ class RowTables:
         num_components: int = 1,
         pages_per_owner: tuple[int, ...] = (),
         sampled: SampledTokens | None = None,
+        copy: int = 0,
     ) -> None:
         self._pages = np.zeros((num_components, max_running, max_pages), dtype=np.int64)
         self._pages_per_owner = pages_per_owner or (0,) * num_components
+        self._copy = copy
         self._sampled = sampled or SampledTokens(max_running)
         self._last_token = self._sampled.tokens
         self._states: list[RowState | None] = [None] * max_running
@@ -117,9 +120,9 @@ class RowTables:
         )
         assert end <= max_pages, f"page {end} of a table of {max_pages} pages (row {update.row})"
         table = self._pages[update.component]
-        table[update.row, update.first_page : end] = flat_slots(
-            update.refs, self._pages_per_owner[update.component]
-        )
+        pages = self._pages_per_owner[update.component]
+        slots = flat_slots(update.refs, pages) + self._copy * pages
+        table[update.row, update.first_page : end] = slots
 
 
 def _initial_state(init: RowInit) -> RowState:

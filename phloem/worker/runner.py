@@ -24,6 +24,7 @@ from phloem.worker.inputs import RankShare, StepInputs, build_inputs
 from phloem.worker.layer_waits import LayerWaits
 from phloem.worker.memory import logits_rows_per_pass
 from phloem.worker.peers import Peers
+from phloem.worker.replicas import Replicas
 from phloem.worker.rows import RowTables
 from phloem.worker.sampler import Candidate, sample
 
@@ -54,7 +55,8 @@ class Runner:
     """Executes plans one at a time, on the calling thread.
 
     With `peers` it is one rank of several that execute the same plans: it computes the tokens of
-    the pages that it owns, and reads the pages of all. It owns the peers.
+    the pages that it owns, and reads the pages of all. It owns the peers. With `replicas` no page
+    has an owner: see there.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Runner:
         hooks: Hooks,
         gate: LayerGate | None = None,
         peers: Peers | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self._model, self._pools, self._attention = model, tuple(pools), attention
         self._page_size = self._pools[0].layout.spec.page_size
@@ -74,9 +77,11 @@ class Runner:
         self._cancelled: set[int] = set()  # serials; written by another thread
         self._stopped = False
         self._peers = peers
-        share = None if peers is None else RankShare(peers.rank, self._pools[0].num_pages)
-        self._share = share
+        self._replicas = replicas
+        self._share: RankShare | None = None
         if peers is not None:
+            copies = 0 if replicas is None else peers.size
+            self._share = RankShare(peers.rank, self._pools[0].num_pages, copies)
             peers.tell(hooks.on_layer)
         self._last_step = -1
         self._elsewhere: tuple[RowPlan, ...] = ()  # rows of the last plan that other ranks sample
@@ -147,7 +152,10 @@ class Runner:
         freed = (plan.freed_pages, plan.freed_window_pages)
         rank = 0 if self._peers is None else self._peers.rank
         for pool, refs in zip(self._pools, freed, strict=False):
-            pool.fill_nan(pool.indices(refs[owners_of(refs) == rank]))
+            if self._replicas is not None:
+                pool.fill_nan(pool.indices(refs) + rank * pool.num_pages)
+            else:
+                pool.fill_nan(pool.indices(refs[owners_of(refs) == rank]))
 
     def _forward(self, plan: StepPlan, layers: LayerWaits) -> list[RowResult]:
         inputs = build_inputs(
@@ -164,6 +172,8 @@ class Runner:
             if not len(inputs.tokens):
                 self._stand_by(self._peers, plan, layers)
                 return []
+        if self._replicas is not None:
+            self._replicas.plan(inputs.batches)
         meta = self._attention.plan(inputs.batches)
         layers.wait()
         hidden = self._model.forward(
@@ -181,7 +191,8 @@ class Runner:
     def _on_written(self, plan: StepPlan) -> Callable[[int], None] | None:
         if self._peers is None:
             return None
-        return functools.partial(self._peers.written, plan.step)
+        written = functools.partial(self._peers.written, plan.step)
+        return written if self._replicas is None else self._replicas.then(written)
 
     def _stand_by(self, peers: Peers, plan: StepPlan, layers: LayerWaits) -> None:
         """A step in which this rank computes nothing: others may wait for what it loads."""

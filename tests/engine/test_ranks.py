@@ -69,6 +69,17 @@ def pair(model: Path) -> Iterator[LLM]:
         yield llm
 
 
+def test_ranks_with_copies_of_all_pages_answer_alike(
+    model: Path, expected: list[tuple[int, ...]]
+) -> None:
+    """Red if a page is computed by nobody, or read before its copy is there: freed ones are NaN."""
+    with open_llm(model, 2, placement="replicate", host_memory="0") as llm:
+        assert ids(llm, PROMPTS) == expected
+        assert ids(llm, PROMPTS) == expected  # from the device
+    with pytest.raises(ConfigError, match="no host tier"):
+        open_llm(model, 2, placement="replicate", host_memory="1MB")
+
+
 def rank_pids(parent: int) -> list[int]:
     """The rank processes below a process."""
     out = []
