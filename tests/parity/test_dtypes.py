@@ -103,6 +103,16 @@ def test_device_host_storage_and_restart_equal_cold_to_the_last_bit(
         assert check_exact(rig, cold) > 0
 
 
+def test_o14_pages_of_another_dtype_are_never_read(models: Models, tmp_path: Path) -> None:
+    """int8 and fp8 pages have the same size: only their keys tell them apart."""
+    path, prompt = models("v3"), words(2, 21)
+    config = TierConfig(prefetch_policy="wait_complete")
+    for dtype, again in [("int8", False), ("fp8", False), ("fp4", False), ("int8", True)]:
+        shape = shape_of(dtype, 4, 3) | {"host_pages": 40, "tiers": config}
+        with Rig(path, **shape, store=tmp_path) as rig:
+            assert rig.ask(prompt, 2).sources.storage == (20 if again else 0)
+
+
 def chat(path: Path, cold: Cold, *, sabotage: Callable[[Rig], None] | None = None) -> None:
     """A prompt in chunks, then a longer one on its pages, which may have been damaged meanwhile."""
     with Rig(path, **shape_of("int8", 4, 2), host_pages=60) as rig:
