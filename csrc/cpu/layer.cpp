@@ -117,8 +117,7 @@ struct Layer {
         rope_and_write();
     }
 
-    void finish() const {
-        attend();
+    void output() const {
         chunks([&](int64_t row, int64_t rows) {
             to_hidden(qkv + row * qkv_dim, qkv_dim, layer.o, layer.post_attn_norm, row, rows);
             const int64_t inner = layer.down.k;
@@ -188,7 +187,8 @@ int32_t phloem_layer_forward(phloem_ctx *ctx, const phloem_layer *layer, const p
                              const phloem_batch *batch, void *hidden, int32_t dtype) {
     return with_layer(ctx, layer, kv, batch, hidden, dtype, nullptr, [](const Layer &whole) {
         whole.project();
-        whole.finish();
+        whole.attend();
+        whole.output();
     });
 }
 
@@ -202,8 +202,17 @@ int32_t phloem_layer_project(phloem_ctx *ctx, const phloem_layer *layer, const p
 int32_t phloem_layer_finish(phloem_ctx *ctx, const phloem_layer *layer, const phloem_kv_layer *kv,
                             const phloem_batch *batch, void *hidden, int32_t dtype, float *qkv) {
     if (!qkv) return fail(PHLOEM_E_ARG, "layer: null qkv");
+    return with_layer(ctx, layer, kv, batch, hidden, dtype, qkv, [](const Layer &whole) {
+        whole.attend();
+        whole.output();
+    });
+}
+
+int32_t phloem_layer_output(phloem_ctx *ctx, const phloem_layer *layer, const phloem_kv_layer *kv,
+                            const phloem_batch *batch, void *hidden, int32_t dtype, float *qkv) {
+    if (!qkv) return fail(PHLOEM_E_ARG, "layer: null qkv");
     return with_layer(ctx, layer, kv, batch, hidden, dtype, qkv,
-                      [](const Layer &whole) { whole.finish(); });
+                      [](const Layer &whole) { whole.output(); });
 }
 
 }  // extern "C"

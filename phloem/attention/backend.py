@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
 
 from phloem.attention.batch import RaggedBatch
+from phloem.kernels import KVBuffer
 
 __all__ = ["AttentionBackend"]
 
@@ -20,8 +21,21 @@ class AttentionBackend(Protocol, Generic[MetaT]):
     of them attends.
     """
 
+    @property
+    def window(self) -> int | None:
+        """How many tokens a query sees, its own included; None: all before it."""
+        ...
+
     def plan(self, batch: RaggedBatch) -> MetaT:
         """Index tensors of one step; nothing in them depends on the layer."""
+        ...
+
+    def plan_write(self, batch: RaggedBatch) -> MetaT:
+        """A plan for `write` alone: pages that hold none of the tokens may be anything."""
+        ...
+
+    def over(self, buffer: KVBuffer, layer: int) -> Self:
+        """The attention of one layer over other pages, whose only layer it is."""
         ...
 
     def write(self, layer: int, k: Tensor, v: Tensor, meta: MetaT) -> None:
@@ -33,6 +47,11 @@ class AttentionBackend(Protocol, Generic[MetaT]):
 
         `sinks` (H,): each head's score of no token.
         """
+        ...
+
+    def partial(self, layer: int, q: Tensor, meta: MetaT) -> tuple[Tensor, Tensor]:
+        """The same without sinks, for a merge with others: (N, H, D), and the natural log-sum-exp
+        of the scores (N, H), fp32."""
         ...
 
     def run(

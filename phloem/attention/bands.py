@@ -42,10 +42,13 @@ class Band:
 
 class StripedBands:
     """Cuts spans with gaps. `width`: positions that a band covers in layers with a `window`;
-    masks are of `like`'s dtype and on its device."""
+    masks are additive, of `dtype` and on `device`."""
 
-    def __init__(self, window: int | None, width: int, like: Tensor) -> None:
-        self._window, self._width, self._like = window, width, like
+    def __init__(
+        self, window: int | None, width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._window, self._width = window, width
+        self._dtype, self._device = dtype, device
 
     def bands(self, span: RowSpan, at: _Ints) -> tuple[Band, ...]:
         """The bands of a span whose positions are `at` (count,).
@@ -80,5 +83,5 @@ class StripedBands:
         return Band(low, high, first - lowest, end - lowest, self._additive(hidden))
 
     def _additive(self, hidden: npt.NDArray[np.bool_]) -> Tensor:
-        mask = torch.zeros(hidden.shape, dtype=self._like.dtype)
-        return mask.masked_fill_(torch.from_numpy(hidden), -torch.inf).to(self._like.device)
+        mask = torch.zeros(hidden.shape, dtype=self._dtype)
+        return mask.masked_fill_(torch.from_numpy(hidden), -torch.inf).to(self._device)

@@ -7,6 +7,8 @@ where a row stands alone, zeros written over the rest of its pages where rows ar
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,39 @@ from phloem.kernels import KVBuffer, Ops, Scoring, add_sinks, merge_partials
 __all__ = ["GatherAttention"]
 
 
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What is computed of all queries: `out` (N, H, D), and `lse` (N, H) if it is wanted."""
+
+    out: Tensor
+    sinks: Tensor | None
+    lse: Tensor | None
+
+    @classmethod
+    def like(cls, q: Tensor, sinks: Tensor | None, lse: Tensor | None = None) -> _Result:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        return cls(out, sinks, lse)
+
+    def put(self, first: int, part: Tensor, lse: Tensor) -> None:
+        """Store queries (K, rep, L, D), of which `first` is the first one."""
+        kv_heads, rep, count, dim = part.shape
+        if self.sinks is not None:
+            part = add_sinks(part, lse, self.sinks.view(kv_heads, rep, 1))
+        rows = slice(first, first + count)
+        self.out[rows].view(count, kv_heads, rep, dim).copy_(part.permute(2, 0, 1, 3))
+        if self.lse is not None:
+            self.lse[rows].view(count, kv_heads, rep).copy_(lse.permute(2, 0, 1))
+
+    def put_rows(self, rows: Tensor, part: Tensor, lse: Tensor) -> None:
+        """Store queries (B, K, rep, D) at `rows`."""
+        batch, kv_heads, _, dim = part.shape
+        if self.sinks is not None:
+            part = add_sinks(part, lse, self.sinks.view(kv_heads, -1))
+        self.out.index_copy_(0, rows, part.reshape(batch, -1, dim))
+        if self.lse is not None:
+            self.lse.index_copy_(0, rows, lse.reshape(batch, -1))
+
+
 class GatherAttention(AttentionBackend[GatherPlan]):
     """Ragged prefill chunks and decodes over the pages of `buffer`, of dtype `dtype`.
 
@@ -42,7 +77,11 @@ class GatherAttention(AttentionBackend[GatherPlan]):
     ) -> None:
         self._buffer, self._ops = buffer, ops
         self._scoring = scoring or Scoring(buffer.head_dim**-0.5)
-        self._planner = Planner(buffer, window)
+        self._planner, self._window = Planner(buffer, window), window
+
+    @property
+    def window(self) -> int | None:
+        return self._window
 
     def plan(self, batch: RaggedBatch) -> GatherPlan:
         """Raises nothing; `batch` comes from the step plan and is trusted."""
@@ -53,26 +92,36 @@ class GatherAttention(AttentionBackend[GatherPlan]):
             k, v = k.index_select(0, meta.written), v.index_select(0, meta.written)
         self._ops.write_kv(self._buffer, layer, k, v, meta.write_index)
 
+    def plan_write(self, batch: RaggedBatch) -> GatherPlan:
+        return self._planner.plan_write(batch)
+
+    def over(self, buffer: KVBuffer, layer: int) -> GatherAttention:  # noqa: ARG002 - all alike
+        return GatherAttention(buffer, self._ops, scoring=self._scoring, window=self._window)
+
     def attend(
         self, layer: int, q: Tensor, meta: GatherPlan, *, sinks: Tensor | None = None
     ) -> Tensor:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        return self._attend(layer, q, meta, _Result.like(q, sinks)).out.flatten(1)
+
+    def partial(self, layer: int, q: Tensor, meta: GatherPlan) -> tuple[Tensor, Tensor]:
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        return self._attend(layer, q, meta, _Result.like(q, None, lse)).out, lse
+
+    def _attend(self, layer: int, q: Tensor, meta: GatherPlan, result: _Result) -> _Result:
         for chunk in meta.chunks:
-            span = slice(chunk.first, chunk.first + chunk.count)
-            self._run_chunk(layer, q[span], out[span], chunk, sinks)
+            queries = q[chunk.first : chunk.first + chunk.count]
+            self._run_chunk(layer, queries, chunk, result)
         for banded in meta.banded:
-            span = slice(banded.first, banded.first + banded.count)
-            self._run_banded(layer, q[span], out[span], banded, sinks)
+            queries = q[banded.first : banded.first + banded.count]
+            self._run_banded(layer, queries, banded, result)
         for decode in meta.decodes:
-            self._run_decode(layer, q, out, decode, sinks)
-        return out.flatten(1)
+            self._run_decode(layer, q, decode, result)
+        return result
 
     # A row's K and V are (K, S, D); heads of a group share them, so they are viewed as
     # (K, rep, S, D) without a copy, K as the batch: q of a chunk is (K, rep, L, D).
 
-    def _run_chunk(
-        self, layer: int, q: Tensor, out: Tensor, chunk: Chunk, sinks: Tensor | None
-    ) -> None:
+    def _run_chunk(self, layer: int, q: Tensor, chunk: Chunk, result: _Result) -> None:
         queries = self._by_group(q)
         kv = self._gather(layer, chunk.own, queries.shape[1])
         if chunk.bands:
@@ -84,16 +133,14 @@ class GatherAttention(AttentionBackend[GatherPlan]):
             kv = self._gather(layer, block, queries.shape[1])
             other, other_lse = self._ops.attend(queries, kv[0], kv[1], self._scoring)
             part, lse = merge_partials(part, lse, other, other_lse)
-        self._put(out, part, lse, sinks)
+        result.put(chunk.first, part, lse)
 
-    def _run_banded(
-        self, layer: int, q: Tensor, out: Tensor, chunk: BandedChunk, sinks: Tensor | None
-    ) -> None:
+    def _run_banded(self, layer: int, q: Tensor, chunk: BandedChunk, result: _Result) -> None:
         queries = self._by_group(q)
         kv = self._gather(layer, chunk.block, queries.shape[1])
         for band in chunk.bands:
             part, lse = self._attend_band(queries, kv, band)
-            self._put(out[band.low : band.high], part, lse, sinks)
+            result.put(chunk.first + band.low, part, lse)
 
     def _attend_band(self, queries: Tensor, kv: Tensor, band: Band) -> tuple[Tensor, Tensor]:
         """The band's queries over its keys in kv (2, K, rep, S, D)."""
@@ -109,9 +156,8 @@ class GatherAttention(AttentionBackend[GatherPlan]):
         return part, lse
 
     def _by_group(self, q: Tensor) -> Tensor:
-        count, heads, dim = q.shape
-        kv_heads = self._buffer.num_kv_heads
-        return q.view(count, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
+        heads, kv_heads = q.shape[1], self._buffer.num_kv_heads
+        return q.view(q.shape[0], kv_heads, heads // kv_heads, q.shape[2]).permute(1, 2, 0, 3)
 
     def _gather(self, layer: int, block: Block, rep: int) -> Tensor:
         """K and V of a run of tokens, (2, K, rep, S, D)."""
@@ -120,16 +166,7 @@ class GatherAttention(AttentionBackend[GatherPlan]):
         ]
         return kv.expand(-1, -1, rep, -1, -1)
 
-    def _put(self, out: Tensor, part: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
-        """Store queries (K, rep, L, D) in out (L, H, D)."""
-        kv_heads, rep, count, dim = part.shape
-        if sinks is not None:
-            part = add_sinks(part, lse, sinks.view(kv_heads, rep, 1))
-        out.view(count, kv_heads, rep, dim).copy_(part.permute(2, 0, 1, 3))
-
-    def _run_decode(
-        self, layer: int, q: Tensor, out: Tensor, decode: DecodeBatch, sinks: Tensor | None
-    ) -> None:
+    def _run_decode(self, layer: int, q: Tensor, decode: DecodeBatch, result: _Result) -> None:
         batch, kv_heads, dim = decode.rows.shape[0], self._buffer.num_kv_heads, q.shape[-1]
         kv = self._ops.gather_kv(self._buffer, layer, decode.index)
         if decode.stale is not None:
@@ -139,6 +176,4 @@ class GatherAttention(AttentionBackend[GatherPlan]):
         # The heads of a group are the queries of one "head": (B, K, rep, D).
         queries = q.index_select(0, decode.rows).view(batch, kv_heads, -1, dim)
         part, lse = self._ops.attend(queries, kv[0], kv[1], self._scoring, mask=decode.mask)
-        if sinks is not None:
-            part = add_sinks(part, lse, sinks.view(kv_heads, -1))
-        out.index_copy_(0, decode.rows, part.reshape(batch, -1, dim))
+        result.put_rows(decode.rows, part, lse)

@@ -12,7 +12,7 @@ Rows with one new token are padded into a few batches of similar length.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -112,23 +112,27 @@ class Planner:
         self._buffer, self._window = buffer, window
         self._device = buffer.data.device
         self._band = MIN_BAND if window is None else min(MAX_BAND, max(MIN_BAND, window))
-        self._striped = StripedBands(window, self._band, buffer.data)
+        self._striped = StripedBands(window, self._band, buffer.dtype, buffer.data.device)
         self._mask = torch.zeros((0, 0))  # of a whole band, over as many keys as were needed so far
 
-    def plan(self, batch: RaggedBatch) -> GatherPlan:
-        """Raises nothing; `batch` comes from the step plan and is trusted."""
+    def plan_write(self, batch: RaggedBatch) -> GatherPlan:
+        """A plan that attends to nothing."""
         slots, offsets = batch.token_slots(), batch.positions() % batch.page_size
         written = batch.written()
         if written is not None:
             slots, offsets = slots[written], offsets[written]
+        index = self._to_device(self._buffer.token_index(slots, offsets))
+        return GatherPlan(None if written is None else self._to_device(written), index, (), (), ())
+
+    def plan(self, batch: RaggedBatch) -> GatherPlan:
+        """Raises nothing; `batch` comes from the step plan and is trusted."""
         several = [span for span in batch.spans if span.count > 1]
         singles = sorted(
             (self._keys(span) for span in batch.spans if span.count == 1), key=lambda k: k.high
         )
         full = self._window is None
-        return GatherPlan(
-            written=None if written is None else self._to_device(written),
-            write_index=self._to_device(self._buffer.token_index(slots, offsets)),
+        return replace(
+            self.plan_write(batch),
             chunks=tuple(self._chunk(s) for s in several) if full else (),
             banded=() if full else tuple(self._banded(s) for s in several),
             decodes=tuple(self._decode(group) for group in self._group(singles)),

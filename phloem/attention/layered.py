@@ -17,6 +17,7 @@ class LayeredAttention:
     """Joins the backends of a model's components.
 
     `layers[c]`: the model's numbers of the layers of component c, in the order of its pages.
+    `exchanges`: whether `attend` needs other ranks.
     """
 
     def __init__(
@@ -29,10 +30,42 @@ class LayeredAttention:
             for index, layer in enumerate(numbers)
         }
 
+    exchanges = False
+
+    @property
+    def backends(self) -> tuple[AttentionBackend[Any], ...]:
+        return self._backends
+
+    @property
+    def layers(self) -> tuple[tuple[int, ...], ...]:
+        return self._layers
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._places)
+
+    def place(self, layer: int) -> tuple[int, int]:
+        """The component of one of the model's layers, and its number there."""
+        return self._places[layer]
+
+    def writes(self, meta: Sequence[Any]) -> Sequence[Any]:
+        """By component, what `AttentionBackend.write` writes by."""
+        return meta
+
+    def serve(self, layer: int, q: Tensor, meta: Sequence[Any]) -> None:
+        """Take part in a layer without a token: nobody needs anything."""
+
     def plan(self, batches: Sequence[RaggedBatch]) -> tuple[Any, ...]:
         """A plan per component, of its view of the batch; None where it has no layers."""
         parts = zip(self._backends, self._layers, batches, strict=True)
         return tuple(backend.plan(batch) if layers else None for backend, layers, batch in parts)
+
+    def attend(
+        self, layer: int, q: Tensor, meta: Sequence[Any], *, sinks: Tensor | None = None
+    ) -> Tensor:
+        """As `AttentionBackend.attend`; `layer` counts within the model."""
+        component, index = self._places[layer]
+        return self._backends[component].attend(index, q, meta[component], sinks=sinks)
 
     def run(
         self,

@@ -81,6 +81,10 @@ class MLAAttention(AttentionBackend[GatherPlan]):
         self._up, self._way = tuple(up), way
         self._planner = Planner(buffer, None)
 
+    @property
+    def window(self) -> None:
+        return None
+
     def plan(self, batch: RaggedBatch) -> GatherPlan:
         """Raises nothing; `batch` comes from the step plan and is trusted."""
         return self._planner.plan(batch)
@@ -96,17 +100,33 @@ class MLAAttention(AttentionBackend[GatherPlan]):
     ) -> Tensor:
         """q (N, H, D): (N, H * E)."""
         assert sinks is None, "latent attention has no sinks"
+        return self.partial(layer, q, meta)[0].flatten(1)
+
+    def plan_write(self, batch: RaggedBatch) -> GatherPlan:
+        return self._planner.plan_write(batch)
+
+    def over(self, buffer: KVBuffer, layer: int) -> MLAAttention:
+        up, scoring = self._up[layer : layer + 1], self._scoring
+        return MLAAttention(buffer, self._ops, mla=self._mla, up=up, scoring=scoring, way=self._way)
+
+    def partial(self, layer: int, q: Tensor, meta: GatherPlan) -> tuple[Tensor, Tensor]:
+        """q (N, H, D): (N, H, E), and the log-sum-exp (N, H)."""
         up = self._up[layer].view(q.shape[1], self._mla.up_dim, self._mla.kv_rank)
         out = q.new_empty((*q.shape[:2], self._mla.v_dim))
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         for chunk in meta.chunks:
             span = slice(chunk.first, chunk.first + chunk.count)
-            self._run_chunk(layer, q[span], out[span], chunk, up)
+            part, part_lse = self._run_chunk(layer, q[span], chunk, up)
+            out[span].copy_(part.transpose(0, 1))
+            lse[span].copy_(part_lse.transpose(0, 1))
         for decode in meta.decodes:
-            self._run_decode(layer, q, out, decode, up)
-        return out.flatten(1)
+            part, part_lse = self._run_decode(layer, q, decode, up)
+            out.index_copy_(0, decode.rows, part)
+            lse.index_copy_(0, decode.rows, part_lse)
+        return out, lse
 
-    def _run_chunk(self, layer: int, q: Tensor, out: Tensor, chunk: Chunk, up: Tensor) -> None:
-        """`out` (n, H, E) of queries (n, H, D), part by part, merged by log-sum-exp."""
+    def _run_chunk(self, layer: int, q: Tensor, chunk: Chunk, up: Tensor) -> tuple[Tensor, Tensor]:
+        """(H, n, E) of queries (n, H, D), part by part, merged by log-sum-exp, and that (H, n)."""
         count, heads = q.shape[:2]
         total = q.new_zeros((heads, count, self._mla.v_dim))
         lse = q.new_full((heads, count), -torch.inf, dtype=torch.float32)
@@ -128,7 +148,7 @@ class MLAAttention(AttentionBackend[GatherPlan]):
                 total[:, queries], lse[:, queries] = merge_partials(
                     part, part_lse, total[:, queries], lse[:, queries]
                 )
-        out.copy_(total.transpose(0, 1))
+        return total, lse
 
     def _gather(self, layer: int, block: Block) -> Tensor:
         """The rows of a run of tokens, (S, C + R)."""
@@ -209,8 +229,9 @@ class MLAAttention(AttentionBackend[GatherPlan]):
         return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
     def _run_decode(
-        self, layer: int, q: Tensor, out: Tensor, decode: DecodeBatch, up: Tensor
-    ) -> None:
+        self, layer: int, q: Tensor, decode: DecodeBatch, up: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(B, H, E) of the batch's queries, and their log-sum-exp (B, H)."""
         batch = decode.rows.shape[0]
         rows = self._ops.gather_kv(self._buffer, layer, decode.index)[0, 0]
         if decode.stale is not None:
@@ -218,8 +239,8 @@ class MLAAttention(AttentionBackend[GatherPlan]):
         rows = rows.view(batch, 1, -1, rows.shape[-1])[:, :, decode.low : decode.high]
         # The heads are the queries of one "head": (B, 1, H, C + R).
         queries = self._absorb(q.index_select(0, decode.rows), up)[:, None]
-        mixed, _ = self._ops.attend(queries, rows, rows, self._scoring, mask=decode.mask)
-        out.index_copy_(0, decode.rows, self._values(mixed[:, 0], up))
+        mixed, lse = self._ops.attend(queries, rows, rows, self._scoring, mask=decode.mask)
+        return self._values(mixed[:, 0], up), lse[:, 0]
 
 
 def _parts(count: int, low: int, high: int, causal: bool) -> Iterator[_Part]:

@@ -26,6 +26,10 @@ class MLAReferenceAttention(AttentionBackend[RaggedBatch]):
         self._buffer, self._mla, self._up, self._scoring = buffer, mla, tuple(up), scoring
         self._ops = ReferenceOps()
 
+    @property
+    def window(self) -> None:
+        return None
+
     def plan(self, batch: RaggedBatch) -> RaggedBatch:
         return batch
 
@@ -37,22 +41,31 @@ class MLAReferenceAttention(AttentionBackend[RaggedBatch]):
         index = self._buffer.token_index(meta.token_slots()[which], offsets[which])
         self._ops.write_kv(self._buffer, layer, k[which], v[which], torch.from_numpy(index))
 
+    def plan_write(self, batch: RaggedBatch) -> RaggedBatch:
+        return batch
+
+    def over(self, buffer: KVBuffer, layer: int) -> MLAReferenceAttention:
+        up = self._up[layer : layer + 1]
+        return MLAReferenceAttention(buffer, mla=self._mla, up=up, scoring=self._scoring)
+
     def attend(
         self, layer: int, q: Tensor, meta: RaggedBatch, *, sinks: Tensor | None = None
     ) -> Tensor:
         """As `MLAAttention.attend`."""
         assert sinks is None, "latent attention has no sinks"
-        outs = [
-            self._attend(layer, q[span.first + i], span, position)
-            for span in meta.spans
-            for i, position in enumerate(span.positions().tolist())
-        ]
-        if not outs:
-            return q.new_empty((0, q.shape[1] * self._mla.v_dim))
-        return torch.stack(outs).flatten(1)
+        return self.partial(layer, q, meta)[0].flatten(1)
 
-    def _attend(self, layer: int, q: Tensor, span: RowSpan, position: int) -> Tensor:
-        """One query (H, D) over rows 0 ... position of its request: (H, E)."""
+    def partial(self, layer: int, q: Tensor, meta: RaggedBatch) -> tuple[Tensor, Tensor]:
+        """As `MLAAttention.partial`."""
+        out = q.new_empty((*q.shape[:2], self._mla.v_dim))
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        for span in meta.spans:
+            for i, position in enumerate(span.positions().tolist(), span.first):
+                out[i], lse[i] = self._attend(layer, q[i], span, position)
+        return out, lse
+
+    def _attend(self, layer: int, q: Tensor, span: RowSpan, position: int) -> tuple[Tensor, Tensor]:
+        """One query (H, D) over rows 0 ... position of its request: (H, E), log-sum-exp (H,)."""
         mla, size = self._mla, self._buffer.page_size
         pages = span.pages(0, position // size + 1)
         index = torch.from_numpy(self._buffer.object_index(pages)).to(q.device)
@@ -60,9 +73,12 @@ class MLAReferenceAttention(AttentionBackend[RaggedBatch]):
         latents, rotary = rows[:, : mla.kv_rank], rows[:, mla.kv_rank :]
         up = self._up[layer].float().view(q.shape[0], mla.up_dim, mla.kv_rank)
         out = q.new_empty((q.shape[0], mla.v_dim))
+        lse = q.new_empty(q.shape[:1], dtype=torch.float32)
         for head, query in enumerate(q.float()):
             both = latents @ up[head].T  # (S, nope + E)
             k = torch.cat((both[:, : mla.nope_dim], rotary), dim=-1)
-            weights = torch.softmax(k @ query * self._scoring.scale, dim=0)
+            scores = k @ query * self._scoring.scale
+            lse[head] = torch.logsumexp(scores, dim=0)
+            weights = torch.softmax(scores, dim=0)
             out[head] = (weights @ both[:, mla.nope_dim :]).to(q.dtype)
-        return out
+        return out, lse

@@ -26,17 +26,36 @@ class ReferenceAttention(AttentionBackend[RaggedBatch]):
         self._scoring = scoring or Scoring(buffer.head_dim**-0.5)
         self._ops = ReferenceOps()
 
+    @property
+    def window(self) -> int | None:
+        return self._window
+
     def plan(self, batch: RaggedBatch) -> RaggedBatch:
         return batch
+
+    def plan_write(self, batch: RaggedBatch) -> RaggedBatch:
+        return batch
+
+    def over(self, buffer: KVBuffer, layer: int) -> ReferenceAttention:  # noqa: ARG002 - all alike
+        return ReferenceAttention(buffer, scoring=self._scoring, window=self._window)
 
     def attend(
         self, layer: int, q: Tensor, meta: RaggedBatch, *, sinks: Tensor | None = None
     ) -> Tensor:
+        return self._attend(layer, q, meta, sinks)[0].flatten(1)
+
+    def partial(self, layer: int, q: Tensor, meta: RaggedBatch) -> tuple[Tensor, Tensor]:
+        return self._attend(layer, q, meta, None)
+
+    def _attend(
+        self, layer: int, q: Tensor, meta: RaggedBatch, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         for span in meta.spans:
             for low, start, count in span.runs():
                 at = slice(span.first + low, span.first + low + count)
-                out[at], _ = paged_attention(
+                out[at], lse[at] = paged_attention(
                     q[at],
                     self._buffer,
                     layer,
@@ -46,7 +65,7 @@ class ReferenceAttention(AttentionBackend[RaggedBatch]):
                     earliest=partial(span.earliest, self._window),
                     sinks=sinks,
                 )
-        return out.flatten(1)
+        return out, lse
 
     def write(self, layer: int, k: Tensor, v: Tensor, meta: RaggedBatch) -> None:
         written = meta.written()

@@ -60,6 +60,9 @@ class _Hooks:
     def on_wait(self) -> None:
         """Nobody else has anything to say."""
 
+    def wake(self) -> None:
+        """The next pass looks."""
+
     def on_layer(self) -> None:
         """Nobody watches."""
 

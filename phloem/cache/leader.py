@@ -15,7 +15,7 @@ from phloem.cache.ghosts import Ghosts
 from phloem.cache.host_ledger import Backup, HostLedger
 from phloem.cache.match import Match
 from phloem.cache.node import REF_BYTES, Node
-from phloem.cache.placement import Owners, PlacementPolicy, num_displaced, settle, take_shares
+from phloem.cache.placement import PlacementPolicy, num_displaced, take_pages
 from phloem.cache.reservation import Reservation
 from phloem.cache.residence import covered
 from phloem.cache.state import CacheState
@@ -142,17 +142,19 @@ class Leader:
         allocators = self.state.allocators
         if len(allocators) == 1:
             return self._take(0, num_pages)
-        return take_shares(self._place(num_pages, last), self._take)
+        return self._take_placed(num_pages, last)
 
-    def _place(self, num_pages: int, last: int | None) -> Owners:
-        """Owners with room, as the policy wants them: it may evict more for that, up to a price."""
-        price = self.placement.price(num_pages) if self.evicts_for_placement else 0
+    def _take_placed(self, num_pages: int, last: int | None) -> bytes:
+        """As the policy wants them placed: it may evict more for that, up to a price."""
+        policy = self.placement
+        price = policy.price(num_pages) if self.evicts_for_placement else 0
         while True:
             free = [allocator.num_free for allocator in self.state.allocators]
-            wish = self.placement.wish(num_pages, free, last)
-            evicted = self.evict(min(price, num_displaced(wish, free))) if price else 0
+            start = policy.start(free, last)
+            missing = num_displaced(num_pages, free, start, policy.step) if price else 0
+            evicted = self.evict(min(price, missing)) if missing else 0
             if not evicted:
-                return settle(wish, free)
+                return take_pages(num_pages, free, start, policy.step, self._take)
             price -= evicted
 
     def _take(self, owner: int, num_pages: int) -> bytes:

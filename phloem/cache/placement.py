@@ -18,43 +18,47 @@ page freed in the plan of a step is read by nobody when a later step writes to i
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
+from typing import Protocol
 
 from phloem.core.errors import ConfigError
 
 __all__ = [
     "PLACEMENTS",
     "Contiguous",
-    "Owners",
     "PlacementPolicy",
     "Replicate",
     "Striped",
     "make_placement",
     "num_displaced",
     "settle",
+    "take_pages",
     "take_shares",
 ]
 
-Owners: TypeAlias = npt.NDArray[np.int64]  # (num_pages,): the owner of each page, in page order
-
 
 class PlacementPolicy(Protocol):
-    """Says where pages ought to lie. `free`: how many free pages each owner has."""
+    """Says where a run of pages ought to lie: page i on rank (start + step * i) mod N."""
+
+    @property
+    def step(self) -> int:
+        """From the owner of a page to that of the next."""
+        ...
 
     def pools(self, num_pages: tuple[int, ...]) -> tuple[int, ...]:
         """The pools that pages are allocated from, given each rank's."""
         ...
 
-    def wish(self, num_pages: int, free: Sequence[int], last: int | None) -> Owners:
-        """Owners of a run of pages, right after one that `last` owns, or of a new run (None)."""
+    def start(self, free: Sequence[int], last: int | None) -> int:
+        """The owner of the first page, after one that `last` owns, or of a new run (None).
+
+        `free`: how many free pages each owner has.
+        """
         ...
 
     def price(self, num_pages: int) -> int:
-        """How many cached pages may be given up for such a wish, beyond those that must go."""
+        """How many cached pages may be given up for that, beyond those that must go."""
         ...
 
 
@@ -69,13 +73,13 @@ class Striped:
     """
 
     __slots__ = ()
+    step = 1
 
     def pools(self, num_pages: tuple[int, ...]) -> tuple[int, ...]:
         return num_pages
 
-    def wish(self, num_pages: int, free: Sequence[int], last: int | None) -> Owners:
-        start = roomiest(free) if last is None else last + 1
-        return np.arange(start, start + num_pages) % len(free)
+    def start(self, free: Sequence[int], last: int | None) -> int:
+        return _roomiest(free) if last is None else (last + 1) % len(free)
 
     def price(self, num_pages: int) -> int:
         return num_pages if num_pages > 1 else 0  # one page is computed by one rank anyway
@@ -85,20 +89,13 @@ class Contiguous:
     """As many pages as go there on one rank."""
 
     __slots__ = ()
+    step = 0
 
     def pools(self, num_pages: tuple[int, ...]) -> tuple[int, ...]:
         return num_pages
 
-    def wish(self, num_pages: int, free: Sequence[int], last: int | None) -> Owners:
-        start = roomiest(free) if last is None else last
-        left, parts = list(free), []
-        while num_pages > 0:
-            count = min(num_pages, left[start])
-            parts.append(np.full(count, start, np.int64))
-            num_pages -= count
-            left[start] -= count
-            start = roomiest(left)
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+    def start(self, free: Sequence[int], last: int | None) -> int:
+        return _roomiest(free) if last is None else last
 
     def price(self, num_pages: int) -> int:  # noqa: ARG002 - one rank is as good as another
         return 0
@@ -113,12 +110,13 @@ class Replicate:
     """
 
     __slots__ = ()
+    step = 0
 
     def pools(self, num_pages: tuple[int, ...]) -> tuple[int, ...]:
         return (min(num_pages),)
 
-    def wish(self, num_pages: int, free: Sequence[int], last: int | None) -> Owners:  # noqa: ARG002
-        return np.zeros(num_pages, np.int64)
+    def start(self, free: Sequence[int], last: int | None) -> int:  # noqa: ARG002
+        return 0
 
     def price(self, num_pages: int) -> int:  # noqa: ARG002 - there is but one pool
         return 0
@@ -140,43 +138,72 @@ def make_placement(name: str) -> PlacementPolicy:
     return factory()
 
 
-def roomiest(free: Sequence[int]) -> int:
-    """The rank with most free pages; of equals the first."""
-    return max(range(len(free)), key=free.__getitem__)
+def num_displaced(num_pages: int, free: Sequence[int], start: int, step: int) -> int:
+    """How many pages of a run have no room where they ought to lie."""
+    over = map(int.__sub__, _counts(num_pages, len(free), start, step), free)
+    return sum(count for count in over if count > 0)
 
 
-def num_displaced(wish: Owners, free: Sequence[int]) -> int:
-    """How many pages of a wish have no room where they ought to lie."""
-    over = np.bincount(wish, minlength=len(free)) - np.array(free)
-    return int(np.maximum(over, 0).sum())
+def settle(num_pages: int, free: Sequence[int], start: int, step: int) -> list[int]:
+    """The owner of each page of a run; the last ones of a full rank go to those with most room.
 
-
-def settle(wish: Owners, free: Sequence[int]) -> Owners:
-    """The wish as far as there is room; the last pages of a full rank go to those with most room.
-
-    In all there must be room for it.
+    In all there must be room.
     """
-    if len(wish) == 1:
-        return wish if free[wish[0]] else np.array([roomiest(free)], np.int64)
-    left = (np.array(free) - np.bincount(wish, minlength=len(free))).tolist()
-    if min(left) >= 0:
-        return wish
-    owners = wish.copy()
-    for owner, rest in enumerate(left):
-        if rest < 0:
-            for page in np.flatnonzero(wish == owner)[rest:].tolist():
-                other = roomiest(left)
-                owners[page] = other
-                left[other] -= 1
+    own = list(map(min, _counts(num_pages, len(free), start, step), free))
+    left = list(map(int.__sub__, free, own))
+    owners, other = [], -1
+    for page in range(num_pages):
+        owner = (start + step * page) % len(free)
+        if own[owner]:
+            own[owner] -= 1
+        else:
+            if step or other < 0 or not left[other]:
+                other = _roomiest(left)
+            owner = other
+            left[owner] -= 1
+        owners.append(owner)
     return owners
 
 
-def take_shares(owners: Owners, alloc: Callable[[int, int], bytes]) -> bytes:
-    """Packed refs in page order; `alloc(owner, pages)` takes one owner's share, lowest first."""
-    if len(owners) == 1:
-        return alloc(int(owners[0]), 1)
-    refs = np.empty(len(owners), np.int64)
-    for owner, count in enumerate(np.bincount(owners).tolist()):
-        if count:
-            refs[owners == owner] = np.frombuffer(alloc(owner, count), np.int64)
+def take_pages(
+    num_pages: int, free: Sequence[int], start: int, step: int, alloc: Callable[[int, int], bytes]
+) -> bytes:
+    """Packed refs of a run in page order; `alloc(owner, pages)` takes one owner's share."""
+    if num_displaced(num_pages, free, start, step):
+        return take_shares(settle(num_pages, free, start, step), alloc)
+    if not step or num_pages == 1:
+        return alloc(start, num_pages)
+    ranks = len(free)
+    counts = _counts(num_pages, ranks, start, step)
+    refs = array("q", bytes(8 * num_pages))
+    for first in range(min(ranks, num_pages)):
+        owner = (start + step * first) % ranks
+        refs[first::ranks] = array("q", alloc(owner, counts[owner]))
     return refs.tobytes()
+
+
+def take_shares(owners: Sequence[int], alloc: Callable[[int, int], bytes]) -> bytes:
+    """Packed refs in page order, given each page's owner; the lowest owner's share comes first."""
+    if len(owners) == 1:
+        return alloc(owners[0], 1)
+    shares = {
+        owner: iter(array("q", alloc(owner, owners.count(owner)))) for owner in sorted(set(owners))
+    }
+    return array("q", [next(shares[owner]) for owner in owners]).tobytes()
+
+
+def _roomiest(free: Sequence[int]) -> int:
+    """The rank with most free pages; of equals the first."""
+    return free.index(max(free))
+
+
+def _counts(num_pages: int, num_owners: int, start: int, step: int) -> list[int]:
+    """How many pages of a run each owner ought to have; `step` is 0 or 1."""
+    counts = [0] * num_owners
+    if not step:
+        counts[start] = num_pages
+        return counts
+    whole, rest = divmod(num_pages, num_owners)
+    for place in range(num_owners):
+        counts[(start + place) % num_owners] = whole + (place < rest)
+    return counts

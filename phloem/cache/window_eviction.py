@@ -52,10 +52,11 @@ class Tail:
     `before`: the last end above it, until somebody goes on from this one; then that is passed.
     """
 
-    __slots__ = ("before", "clock", "is_end", "kind", "pages", "passed", "rank")
+    __slots__ = ("before", "clock", "is_end", "kind", "owners", "pages", "passed", "rank")
 
     def __init__(self, pages: tuple[int, ...], *, is_end: bool) -> None:
         self.pages = pages
+        self.owners = tuple(set(map(owner_of, pages)))  # each has it in its lists
         self.is_end = is_end  # some prompt or sequence ended here, or somebody branched off
         self.before: Tail | None = None
         self.passed = False
@@ -80,7 +81,11 @@ class Tails:
         self._leftovers: tuple[OrderedDict[int, None], ...] = tuple(
             OrderedDict() for _ in state.allocators
         )
-        self._ranks: tuple[OrderedDict[Tail, None], ...] = tuple(OrderedDict() for _ in _RANKS)
+        # Of each owner: the tails that have pages there, by rank. Which go first is the same for
+        # all; but a tail without a page there would be given up for nothing.
+        self._ranks: tuple[tuple[OrderedDict[Tail, None], ...], ...] = tuple(
+            tuple(OrderedDict() for _ in _RANKS) for _ in state.allocators
+        )
         self._clock = 0
 
     def want(
@@ -102,7 +107,7 @@ class Tails:
             assert tail.pages == pages, "one page ends two prefixes"
             tail.is_end = tail.is_end or is_end
             tail.passed = False
-            del self._ranks[tail.rank][tail]
+            self._unfile(tail)
         if before is not None and before is not tail:
             tail.before = before
         self._file(tail)
@@ -123,7 +128,8 @@ class Tails:
         """What followed `page` has left the device: it may be the end of a leaf again."""
         tail = self._tails.get(page)
         if tail is not None and self._reconsider(tail):
-            self._ranks[tail.rank].move_to_end(tail, last=False)  # it was not used just now
+            for owner in tail.owners:  # it was not used just now
+                self._ranks[owner][tail.rank].move_to_end(tail, last=False)
 
     def locked(self, pages: Iterable[int]) -> None:
         """Somebody locks these pages."""
@@ -152,19 +158,18 @@ class Tails:
             self._drop(tail)
 
     def victims(self, num_pages: int, owner: int | None = None) -> list[int]:
-        """Take the next `num_pages` unlocked pages (of `owner`), or all there are, off the lists.
+        """Take the next `num_pages` unlocked pages of an owner, or all there are, off the lists.
 
-        A tail that is given up for one owner's pages leaves those of the others as leftovers: they
-        stay where they are until somebody needs their room.
+        None: of one owner after another. A tail that is given up for one owner's pages leaves those
+        of the others as leftovers: they stay where they are until somebody needs their room.
         """
-        lists = self._leftovers if owner is None else (self._leftovers[owner],)
         out: list[int] = []
-        while len(out) < num_pages:
-            pages = max(lists, key=len)
-            if pages:
-                out.append(pages.popitem(last=False)[0])
-            elif not self._give_up_a_tail():
-                break
+        owners = range(len(self._leftovers)) if owner is None else (owner,)
+        for each in owners:
+            pages = self._leftovers[each]
+            while len(out) < num_pages and (pages or self._give_up_a_tail(each)):
+                while pages and len(out) < num_pages:
+                    out.append(pages.popitem(last=False)[0])
         return out
 
     def ending_at(self, page: int) -> Tail | None:
@@ -177,7 +182,9 @@ class Tails:
 
     def tails(self) -> list[Tail]:
         """All tails, by rank (for checks)."""
-        return [tail for rank in self._ranks for tail in rank]
+        return list(
+            dict.fromkeys(tail for r in _RANKS for ranks in self._ranks for tail in ranks[r])
+        )
 
     @property
     def num_leftovers(self) -> int:
@@ -203,20 +210,25 @@ class Tails:
         tail.kind = self.kind_of(tail)
         tail.rank = _rank(tail)
         tail.clock = self._clock
-        self._ranks[tail.rank][tail] = None
+        for owner in tail.owners:
+            self._ranks[owner][tail.rank][tail] = None
+
+    def _unfile(self, tail: Tail) -> None:
+        for owner in tail.owners:
+            del self._ranks[owner][tail.rank][tail]
 
     def _reconsider(self, tail: Tail) -> bool:
         """Move a tail to the end of another rank, if it belongs there by now."""
         tail.kind = self.kind_of(tail)
         if _rank(tail) == tail.rank:
             return False
-        del self._ranks[tail.rank][tail]
+        self._unfile(tail)
         self._file(tail)
         return True
 
-    def _give_up_a_tail(self) -> bool:
-        """Drop the tail that goes first; False if there is none."""
-        heads = [next(iter(rank), None) for rank in self._ranks]
+    def _give_up_a_tail(self, owner: int) -> bool:
+        """Drop the tail that goes first of those with pages of `owner`; False if there is none."""
+        heads = [next(iter(rank), None) for rank in self._ranks[owner]]
         first = heads[_CHECKPOINT] or heads[_PASSED]
         if first is None:
             worth = [
@@ -233,7 +245,7 @@ class Tails:
 
     def _drop(self, tail: Tail) -> None:
         del self._tails[tail.pages[-1]]
-        del self._ranks[tail.rank][tail]
+        self._unfile(tail)
         tail.before = None
         locks, needs = self._state.locks, self._needs
         for page in tail.pages:

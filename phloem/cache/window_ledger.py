@@ -10,7 +10,7 @@ import numpy as np
 
 from phloem.cache.components import ABSENT
 from phloem.cache.node import REF_BYTES, Node
-from phloem.cache.placement import Owners, take_shares
+from phloem.cache.placement import take_shares
 from phloem.cache.state import CacheState
 from phloem.cache.window import WindowConfig
 from phloem.cache.window_eviction import Tails, path_end
@@ -83,11 +83,11 @@ class WindowLedger:
 
         Evicts what is missing there. Raises NoRoom and changes nothing else.
         """
-        owners: Owners | None = None
+        owners: list[int] = []
         needs = [len(beside)]
         if self.num_owners > 1:
-            owners = owners_of(beside)
-            needs = np.bincount(owners, minlength=self.num_owners).tolist()
+            owners = owners_of(beside).tolist()
+            needs = [owners.count(owner) for owner in range(self.num_owners)]
         victims: list[int] = []
         for allocator, need in zip(self.state.allocators, needs, strict=True):
             idle = self.state.idle_pages[allocator.owner]
@@ -101,9 +101,7 @@ class WindowLedger:
                 victims += self.tails.victims(need - allocator.num_free, allocator.owner)
         if victims:
             self._drop(victims)
-        if owners is None:
-            return self._take(0, len(beside))
-        return take_shares(owners, self._take)
+        return take_shares(owners, self._take) if owners else self._take(0, len(beside))
 
     def fitting(self, beside: PageRefs) -> int:
         """How many of these of the full component, from the first on, `allocate` has room for."""

@@ -97,7 +97,9 @@ class ReplayOptions:
     )
     window_layers: int = setting(24, "layers with that window: how far a restart goes back", low=1)
     window_pages: int | None = setting(
-        None, "pages of their pool, also of each rank's; default: as many as of the other", low=1
+        None,
+        "pages of their pool, of each rank's with --cp; default: as many as of the other",
+        low=1,
     )
     window_checkpoint: int | None = setting(
         None, "tokens between kept tails; 0: ends only; default: 8 windows, least 2048", low=0
@@ -218,6 +220,9 @@ class _Hooks:
 
     def emit(self, chunks: list[OutputChunk]) -> None:
         self.take(chunks)
+
+    def wake(self) -> None:
+        """The next pass looks."""
 
     def on_layer(self) -> None:
         """Nobody watches a heartbeat here."""

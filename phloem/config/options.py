@@ -13,6 +13,7 @@ __all__ = [
     "CacheOptions",
     "Config",
     "ModelOptions",
+    "ParallelOptions",
     "RuntimeOptions",
     "SchedulerOptions",
     "ServerOptions",
@@ -68,9 +69,9 @@ class CacheOptions:
         aliases=("block-size",),
     )
     num_pages: int | None = setting(
-        None, "pages of the device pool; default: as many as --kv-memory holds", low=1
+        None, "pages of each rank's device pool; default: as many as --kv-memory holds", low=1
     )
-    kv_memory: str = setting("auto", "memory of the device pool, such as 4GB, or auto")
+    kv_memory: str = setting("auto", "memory of each rank's device pool, such as 4GB, or auto")
     kv_dtype: Literal["auto", "fp32", "bf16", "int8", "fp8", "fp4"] = setting(
         "auto",
         "type of K and V in pages; auto: as --dtype; the last three have scales in each row",
@@ -164,6 +165,25 @@ class TierOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelOptions:
+    """Several ranks, a process each, that answer the same requests together."""
+
+    cp: int = setting(
+        1,
+        "context-parallel ranks: the pages of the KV cache are divided among them",
+        low=1,
+        high=64,
+    )
+    placement: Literal["striped", "contiguous", "replicate"] = setting(
+        "striped",
+        "which rank owns a page: each in turn, long runs on one rank, or all of them on every rank",
+    )
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
     """Which requests run together, and in what order."""
 
@@ -219,7 +239,12 @@ class ServerOptions:
 class RuntimeOptions:
     """The process itself."""
 
-    threads: int = setting(0, "CPU threads of the model; 0: one per usable core", low=0, high=1024)
+    threads: int = setting(
+        0,
+        "CPU threads of each rank; 0: one per usable core, divided among the ranks",
+        low=0,
+        high=1024,
+    )
     kernels: Literal["auto", "native", "torch"] = setting(
         "auto", "what computes the model; auto: native where it is built and known to be faster"
     )
@@ -236,6 +261,7 @@ class Config:
     model: ModelOptions = field(default_factory=ModelOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     tiers: TierOptions = field(default_factory=TierOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     server: ServerOptions = field(default_factory=ServerOptions)
     runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
@@ -249,6 +275,10 @@ class Config:
         if not self.cache.prefix_cache and self.tiers.host_memory_bytes != 0:
             raise ConfigError(
                 "--no-prefix-cache leaves nothing to keep in --host-memory or --storage"
+            )
+        if self.parallel.cp > 1 and self.model.device != "cpu":
+            raise ConfigError(
+                f"--cp {self.parallel.cp} runs on a CPU only so far, not on {self.model.device}"
             )
 
     @property

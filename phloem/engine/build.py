@@ -4,55 +4,63 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from phloem.config import Config
-from phloem.config.checkpoint import four_bit_blocks, read_model_config
+from phloem.config.checkpoint import four_bit_blocks
 from phloem.core.errors import ConfigError
 from phloem.engine.api import ModelCard
-from phloem.engine.build_pools import Pools, plan_pools
+from phloem.engine.build_pools import Pools, plan_pools, resolve_dtype
+from phloem.engine.build_ranks import starting_ranks
 from phloem.engine.build_tiers import loaded_key_facts, tier_parts
 from phloem.engine.core import BuildHooks
 from phloem.engine.facts import EngineFacts
 from phloem.engine.loop_core import LoopCore, make_loop_core
-from phloem.engine.models import resolve_model
+from phloem.engine.models import ResolvedModel, resolve_model
 from phloem.engine.resources import usable_cpus
 from phloem.engine.sampling_defaults import sampling_defaults
 from phloem.engine.tier_parts import ModelSlot
 from phloem.kv.keys import KeyFacts
-from phloem.worker import Hooks, LoadedWorker, WorkerOptions, load_worker
+from phloem.worker import Hooks, LoadedWorker, RankPlace, WorkerOptions, load_worker
 
-__all__ = ["build_core"]
+__all__ = ["build_core", "worker_options"]
 
 
 def build_core(config: Config, hooks: BuildHooks, eos_ids: tuple[int, ...]) -> LoopCore:
     """Load the model and join it with cache, scheduler and loop. Raises ConfigError."""
     start_s = time.monotonic()
     model = resolve_model(config.model.model)
-    dtype = _dtype(config, model.path)
+    dtype = resolve_dtype(config, model.path)
     pools = plan_pools(config, model.path, dtype)
-    options = _worker_options(config, hooks, dtype, pools)
-    loaded = load_worker(
-        model.path,
-        options,
-        on_progress=lambda done, total: hooks.on_load(done, total, "loading weights"),
-    )
-    tiers = tier_parts(config, loaded, model.path)
-    name = config.model.served_model_name or model.name
-    facts = _facts(config, options, loaded, name=name, path=str(model.path), start_s=start_s)
-    facts = replace(facts, window=pools.window)
-    every_eos = tuple(dict.fromkeys((*eos_ids, *loaded.config.eos_ids)))
-    return make_loop_core(
-        config,
-        hooks,
-        worker=loaded.worker,
-        facts=facts,
-        eos_ids=every_eos,
-        tiers=tiers,
-        model=ModelSlot(partial(_load_weights, loaded, options.quantization)),
-    )
+
+    def on_progress(done: int, total: int) -> None:
+        hooks.on_load(done, total, "loading weights")
+
+    def load(pools: Pools, place: RankPlace | None) -> LoadedWorker:
+        options = worker_options(config, Hooks(on_layer=hooks.on_layer), dtype, pools)
+        return load_worker(model.path, options, place=place, on_progress=on_progress)
+
+    def join(pools: Pools, loaded: LoadedWorker, slot: ModelSlot | None) -> LoopCore:
+        facts = _facts(config, pools, loaded, model=model, dtype=dtype, start_s=start_s)
+        every_eos = tuple(dict.fromkeys((*eos_ids, *loaded.config.eos_ids)))
+        return make_loop_core(
+            config,
+            hooks,
+            worker=loaded.worker,
+            facts=facts,
+            eos_ids=every_eos,
+            tiers=tier_parts(config, loaded, model.path),
+            model=slot,
+        )
+
+    if pools.num_ranks == 1:
+        loaded = load(pools, None)
+        slot = ModelSlot(partial(_load_weights, loaded, config.model.quantization))
+        return join(pools, loaded, slot)
+    with starting_ranks(config, pools) as ranks:
+        pools = ranks.pools
+        loaded = ranks.joined(load(pools, ranks.place))
+        return ranks.connected(join(pools, loaded, None), hooks)
 
 
 def _load_weights(loaded: LoadedWorker, quantization: str, model: str) -> Callable[[], KeyFacts]:
@@ -67,13 +75,10 @@ def _load_weights(loaded: LoadedWorker, quantization: str, model: str) -> Callab
     return put_in_place
 
 
-def _dtype(config: Config, path: Path) -> str:
-    if config.model.dtype != "auto":
-        return config.model.dtype
-    return read_model_config(path).dtype
-
-
-def _worker_options(config: Config, hooks: BuildHooks, dtype: str, pools: Pools) -> WorkerOptions:
+def worker_options(
+    config: Config, hooks: Hooks, dtype: str, pools: Pools, *, inline: bool = False
+) -> WorkerOptions:
+    """What one rank is told to load; `pools.host`: zeros but for the rank that moves pages."""
     windows = len(pools.specs) > 1
     return WorkerOptions(
         dtype=dtype,
@@ -85,22 +90,34 @@ def _worker_options(config: Config, hooks: BuildHooks, dtype: str, pools: Pools)
         max_running=config.scheduler.max_running,
         max_model_len=config.model.max_model_len,
         max_prefill_tokens=config.scheduler.max_prefill_tokens,
-        threads=config.runtime.threads or usable_cpus(),
+        threads=_threads(config, pools),
         kernels=config.runtime.kernels,
         quantization=config.model.quantization,
-        hooks=Hooks(on_layer=hooks.on_layer),
+        hooks=hooks,
+        inline=inline,
         host_pages=pools.host[0],
         window_host_pages=pools.host[1] if windows else None,
+        replicate=config.parallel.placement == "replicate",
     )
 
 
-def _context(config: Config, loaded: LoadedWorker) -> int:
+def _threads(config: Config, pools: Pools) -> int:
+    """Of each rank."""
+    return config.runtime.threads or max(1, usable_cpus() // pools.num_ranks)
+
+
+def _distinct(config: Config, loaded: LoadedWorker, num_pages: int) -> int:
+    """How many different pages those of all ranks are."""
+    return loaded.num_pages[0] if config.parallel.placement == "replicate" else num_pages
+
+
+def _context(config: Config, loaded: LoadedWorker, num_pages: int) -> int:
     """The longest prompt + completion: no request may need more pages than there are."""
-    capacity = loaded.num_pages[0] * loaded.spec.page_size
+    capacity = num_pages * loaded.spec.page_size
     asked = config.model.max_model_len
     if asked is not None and asked > capacity:
         raise ConfigError(
-            f"--max-model-len {asked} needs more than the {loaded.num_pages[0]} KV pages "
+            f"--max-model-len {asked} needs more than the {num_pages} KV pages "
             f"({capacity} tokens); lower it, or raise --kv-memory or --num-pages"
         )
     return min(loaded.max_model_len, capacity)
@@ -108,39 +125,43 @@ def _context(config: Config, loaded: LoadedWorker) -> int:
 
 def _facts(
     config: Config,
-    options: WorkerOptions,
+    pools: Pools,
     loaded: LoadedWorker,
     *,
-    name: str,
-    path: str,
+    model: ResolvedModel,
+    dtype: str,
     start_s: float,
 ) -> EngineFacts:
+    num_pages = loaded.num_pages[0] * pools.num_ranks
     card = ModelCard(
-        name=name,
-        path=path,
+        name=config.model.served_model_name or model.name,
+        path=str(model.path),
         architecture=loaded.config.architecture,
-        dtype=options.dtype,
-        device=options.device,
+        dtype=dtype,
+        device=config.model.device,
         vocab_size=loaded.config.vocab_size,
-        max_model_len=_context(config, loaded),
-        page_size=options.page_size,
-        num_pages=loaded.num_pages[0],
+        max_model_len=_context(config, loaded, _distinct(config, loaded, num_pages)),
+        page_size=config.page_size,
+        num_pages=num_pages,
         page_bytes=loaded.page_bytes,
         created_s=int(time.time()),
-        sampling=sampling_defaults(config.model.model, Path(path)),
+        sampling=sampling_defaults(config.model.model, model.path),
     )
     return EngineFacts(
         card=card,
         weight_bytes=loaded.weight_bytes,
         activation_bytes=loaded.activation_bytes,
-        threads=options.threads or 1,
+        threads=_threads(config, pools),
         load_s=time.monotonic() - start_s,
         prefix_cache=config.cache.prefix_cache,
         schedule_policy=config.scheduler.schedule_policy,
         kernels=loaded.kernels,
         kv_dtype=loaded.spec.dtype.value,
-        quantization=options.quantization,
-        four_bit_blocks=four_bit_blocks(Path(path)),
-        host_pages=options.host_pages,
+        quantization=config.model.quantization,
+        four_bit_blocks=four_bit_blocks(model.path),
+        host_pages=pools.host[0],
         storage=config.tiers.storage,
+        window=pools.window,
+        num_ranks=pools.num_ranks,
+        placement=config.parallel.placement,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,19 +19,27 @@ from phloem.kv.sizing import PoolDemand, default_checkpoint, pool_pages, pool_pa
 from phloem.kv.spec import KVDtype, KVSpec
 from phloem.worker import kv_specs
 
-__all__ = ["Pools", "plan_pools"]
+__all__ = ["Pools", "plan_pools", "resolve_dtype"]
 
 _KV_SHARE_OF_GPU = 0.5  # of the memory free before the weights are loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
-    """Pages by component. `checkpoint`: tokens between kept tails of windows; 0: ends only."""
+    """Pages by component; `device`: of each rank, `host`: of the machine. `checkpoint`: tokens
+    between kept tails of windows; 0: ends only."""
 
     specs: tuple[KVSpec, ...]
     device: tuple[int, ...]
     host: tuple[int, ...]
     checkpoint: int = 0
+    num_ranks: int = 1
+
+    def resized(
+        self, *, device: tuple[int, ...] | None = None, host: tuple[int, ...] | None = None
+    ) -> Pools:
+        """The same with other numbers of pages."""
+        return replace(self, device=device or self.device, host=host or self.host)
 
     @property
     def window(self) -> WindowFacts | None:
@@ -43,15 +51,26 @@ class Pools:
         return WindowFacts(
             tokens=spec.retention,
             layers=spec.num_layers,
-            num_pages=self.device[1],
+            num_pages=self.device[1] * self.num_ranks,
             page_bytes=spec.page_bytes,
             host_pages=self.host[1],
             checkpoint_tokens=self.checkpoint,
         )
 
 
+def resolve_dtype(config: Config, path: Path) -> str:
+    """The type of weights and pages: as asked, or the checkpoint's."""
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    return read_model_config(path).dtype
+
+
 def plan_pools(config: Config, path: Path, dtype: str) -> Pools:
-    """Divide the memory that the settings name. Raises ConfigError if it cannot be."""
+    """Divide the memory that the settings name. Raises ConfigError if it cannot be.
+
+    Ranks share this machine, so what is taken when nothing is named is divided among them.
+    """
+    num_ranks = config.parallel.cp
     model = read_model_config(path)
     pages = dtype if config.cache.kv_dtype == "auto" else config.cache.kv_dtype
     specs = kv_specs(model, dtype=KVDtype(pages), page_size=config.page_size)
@@ -66,12 +85,18 @@ def plan_pools(config: Config, path: Path, dtype: str) -> Pools:
     if config.cache.num_pages is not None:
         device = pool_pages_beside(specs, config.cache.num_pages, demand)
     else:
-        kv_bytes = config.cache.kv_memory_bytes or _auto_kv_bytes(config.model.device)
+        kv_bytes = config.cache.kv_memory_bytes or _auto_kv_bytes(config.model.device) // num_ranks
         device = pool_pages(specs, kv_bytes, demand)
-    asked = _num_bytes(specs, device)
+    asked = num_ranks * _num_bytes(specs, device)
     host = host_pages(config, specs, device_bytes=asked, demand=demand)
     _check_memory(asked if config.model.device == "cpu" else 0, _num_bytes(specs, host))
-    return Pools(specs=specs, device=device, host=host, checkpoint=demand.checkpoint)
+    return Pools(
+        specs=specs,
+        device=device,
+        host=host,
+        checkpoint=demand.checkpoint,
+        num_ranks=num_ranks,
+    )
 
 
 def _checkpoint(config: Config, window: int) -> int:

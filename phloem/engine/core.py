@@ -63,6 +63,10 @@ class BuildHooks(Protocol):
         """A step is still running: a chance to add, abort, flush or ask for stats."""
         ...
 
+    def wake(self) -> None:
+        """`step` has something to tell although it was idle. Called from any thread."""
+        ...
+
     def on_layer(self) -> None:
         """A layer has been computed. Called from the worker's thread."""
         ...

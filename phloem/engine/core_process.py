@@ -39,7 +39,12 @@ _RECV_BYTES = 1 << 16
 _ORPHAN_GRACE_S = 2.0  # a step in flight may end in this time; then the process is torn down
 _LOAD_REPORT_S = 0.05
 
-_Inbox: TypeAlias = "queue.SimpleQueue[msg.ToEngine | None]"  # None: the parent is gone
+
+class _Wake:
+    """The core wants to be looked at."""
+
+
+_Inbox: TypeAlias = "queue.SimpleQueue[msg.ToEngine | _Wake | None]"  # None: the parent is gone
 
 
 class _ParentGone(Exception):
@@ -83,6 +88,9 @@ class CoreProcess:
         core = self._core
         while core is not None and not self._inbox.empty():
             self._handle(core, self._take())
+
+    def wake(self) -> None:
+        self._inbox.put(_Wake())
 
     def on_layer(self) -> None:
         self._heartbeat.beat_layer()
@@ -149,14 +157,16 @@ class CoreProcess:
             self._heartbeat.beat(LoopState.BUSY)
             idle = not core.step()
 
-    def _take(self) -> msg.ToEngine:
+    def _take(self) -> msg.ToEngine | _Wake:
         message = self._inbox.get()
         if message is None:
             raise _ParentGone
         return message
 
-    def _handle(self, core: EngineCore, message: msg.ToEngine) -> None:
+    def _handle(self, core: EngineCore, message: msg.ToEngine | _Wake) -> None:
         match message:
+            case _Wake():
+                pass  # the next pass looks
             case msg.Add():
                 self._add(core, message.request)
             case msg.Abort():

@@ -40,6 +40,8 @@ class EngineFacts:
     host_pages: int = 0
     storage: str | None = None  # the directory it started with
     window: WindowFacts | None = None  # None: no layer has one
+    num_ranks: int = 1  # pages, here and on the card, are those of all ranks
+    placement: str = "striped"
 
     @property
     def kv_bytes(self) -> int:
@@ -63,6 +65,7 @@ def startup_rows(facts: EngineFacts) -> list[tuple[str, str]]:
         *_model_rows(facts),
         *([] if facts.window is None else _window_rows(facts.window)),
         ("KV memory", format_bytes(facts.kv_bytes)),
+        *([] if facts.num_ranks == 1 else [("ranks", _ranks(facts))]),
         ("host tier", _host_tier(facts)),
         ("storage", facts.storage or "off"),
         ("weights", f"{format_bytes(facts.weight_bytes)}, quantization {facts.quantization}"),
@@ -107,6 +110,11 @@ def _window_rows(window: WindowFacts) -> list[tuple[str, str]]:
         ("window", f"{window.tokens:,} tokens in {window.layers} layers; kept: {kept}"),
         ("window pages", f"{window.num_pages:,} ({format_bytes(window.page_bytes)} each)"),
     ]
+
+
+def _ranks(facts: EngineFacts) -> str:
+    pages = facts.card.num_pages // facts.num_ranks
+    return f"{facts.num_ranks} processes of {pages:,} pages each, {facts.placement}"
 
 
 def _host_tier(facts: EngineFacts) -> str:

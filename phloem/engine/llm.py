@@ -17,6 +17,7 @@ from phloem.config import (
     CacheOptions,
     Config,
     ModelOptions,
+    ParallelOptions,
     RuntimeOptions,
     SchedulerOptions,
     TierOptions,
@@ -81,6 +82,9 @@ class _Hooks:
     def on_wait(self) -> None:
         """Nobody else has anything to say here."""
 
+    def wake(self) -> None:
+        """The next call looks."""
+
     def on_load(self, done: int, total: int, phase: str) -> None:
         if self._on_load is not None:
             self._on_load(done, total, phase)
@@ -92,6 +96,7 @@ def config_from_settings(model: str, settings: Mapping[str, Any]) -> Config:
         "model": ModelOptions,
         "cache": CacheOptions,
         "tiers": TierOptions,
+        "parallel": ParallelOptions,
         "scheduler": SchedulerOptions,
         "runtime": RuntimeOptions,
     }

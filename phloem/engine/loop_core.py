@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from phloem.cache import HostTier, PrefixCache, WindowConfig
@@ -24,22 +25,28 @@ from phloem.sched import Scheduler, SchedulerConfig
 from phloem.tiers import StorageKeys, TierConfig, TierController
 from phloem.tiers.config import is_exclusive
 
-__all__ = ["LoopCore", "make_loop_core"]
+__all__ = ["LoopCore", "make_loop_core", "window_config"]
 
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 10.0  # the longest that an orderly shutdown writes to storage
 
 
+def _healthy() -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class LoopCore:
-    """An `EngineCore`. Owns the worker and the tiers."""
+    """An `EngineCore`. Owns the worker and the tiers. `failure()`: why the worker is dead, if it is
+    although no step has failed."""
 
     loop: EngineLoop
     worker: Worker
     facts: EngineFacts
     operator: Operator
     tiers: TierParts | None = None
+    failure: Callable[[], str | None] = _healthy
     held: dict[str, GenerateRequest] = field(default_factory=dict)  # until the weights are new
 
     def add(self, request: GenerateRequest) -> None:
@@ -57,6 +64,9 @@ class LoopCore:
         self.operator.command(command, reply)
 
     def step(self) -> bool:
+        failure = self.failure()
+        if failure is not None:
+            self.loop.die(failure)
         busy = self.loop.step()
         if self.loop.dead is not None:
             raise EngineDead(self.loop.dead)
@@ -97,15 +107,16 @@ def make_loop_core(
 ) -> LoopCore:
     """Join a worker with the control plane. Takes over the worker and the tiers."""
     clock = MonotonicClock()
-    num_pages = facts.card.num_pages
+    num_pages, num_ranks = facts.card.num_pages, facts.num_ranks
     num_host_pages = 0 if tiers is None else tiers.num_host_pages
     cache = PrefixCache(
         page_size=facts.card.page_size,
-        num_pages=(num_pages,),
+        num_pages=(num_pages // num_ranks,) * num_ranks,
         host=HostTier(pages=num_host_pages, exclusive=is_exclusive(num_pages, num_host_pages)),
+        placement=config.parallel.placement,
         eviction=config.cache.eviction_policy,
         enabled=config.cache.prefix_cache,
-        window=None if facts.window is None else _window(facts.window, facts.card.page_size),
+        window=window_config(facts.window, num_ranks=num_ranks, page_size=facts.card.page_size),
     )
     options = config.scheduler
     scheduler = Scheduler(
@@ -134,11 +145,16 @@ def make_loop_core(
     return LoopCore(loop, worker, facts, Operator(loop, tiers, model), tiers)
 
 
-def _window(facts: WindowFacts, page_size: int) -> WindowConfig:
+def window_config(
+    facts: WindowFacts | None, *, num_ranks: int, page_size: int
+) -> WindowConfig | None:
+    """The windows of a model as the cache sees them; None where no layer has one."""
+    if facts is None:
+        return None
     return WindowConfig(
         tokens=facts.tokens,
         layers=facts.layers,
-        pages=(facts.num_pages,),
+        pages=(facts.num_pages // num_ranks,) * num_ranks,
         host_pages=facts.host_pages,
         checkpoint=pages_for_tokens(facts.checkpoint_tokens, page_size),
     )

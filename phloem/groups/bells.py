@@ -53,6 +53,10 @@ def make_bells(size: int) -> list[tuple[int, ...]]:
     return [tuple(row) for row in fds]
 
 
+def _always(_peer: int) -> bool:
+    return True
+
+
 class Bells:
     """One rank's ends. Owns the descriptors. One thread at a time sleeps."""
 
@@ -71,11 +75,11 @@ class Bells:
             os.set_inheritable(sock.fileno(), False)
             self._poll.register(sock.fileno(), select.POLLIN)
 
-    def ring(self) -> None:
-        """Wake every peer that sleeps. Called after the write that it may wait for."""
+    def ring(self, waits: Callable[[int], bool] = _always) -> None:
+        """Wake every peer that sleeps and `waits`. Called after the write that it may wait for."""
         fence()
         for peer, sock in self._sockets.items():
-            if self._sleeping[peer]:
+            if self._sleeping[peer] and waits(peer):
                 # A full buffer is bell enough; a peer that is gone shows where it is waited for.
                 with contextlib.suppress(BlockingIOError, ConnectionError):
                     sock.send(b"!")

@@ -3,52 +3,37 @@
     begin   writes what fits into this rank's free slots, on the caller's thread
     finish  reads what the others have written, and sleeps while there is nothing
 
-What does not fit at once is moved by a thread of the group, so that it goes on while the caller
-computes; it sleeps otherwise. Copies are plain `memmove` outside the interpreter's lock.
+What may hold others up is moved by a thread of the group, so that it goes on while the caller
+computes: bytes that do not fit into the free slots, and reads that a sender's slots may wait for.
+It sleeps otherwise. Copies are plain `memmove` outside the interpreter's lock.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from phloem.core.errors import GroupError
 from phloem.groups.base import DEFAULT_TIMEOUT_S, BaseGroup, Exchange
-from phloem.groups.bells import Bells, check_machine, make_bells
+from phloem.groups.bells import Bells
+from phloem.groups.seats import Seat, make_seats
 from phloem.groups.shm_job import Job
-from phloem.groups.shm_ring import CHUNK_BYTES, Ring
+from phloem.groups.shm_ring import CHUNK_BYTES, NUM_SLOTS, Ring
 
-__all__ = ["Seat", "ShmGroup", "shm_seats"]
+__all__ = ["GroupSeat", "ShmGroup", "shm_seats"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """One rank's place in a group, as descriptors: pass `fds` to its process, then `close`.
+class GroupSeat(Seat):
+    """One rank's place in a group."""
 
-    Plain numbers, so it travels as JSON; a process that inherits the descriptors under the same
-    numbers makes its `ShmGroup` from it.
-    """
-
-    rank: int
-    size: int
     axis: str
     timeout_s: float
     chunk_bytes: int
-    memory: int
-    bells: tuple[int, ...]
-
-    @property
-    def fds(self) -> tuple[int, ...]:
-        return (self.memory, *(fd for fd in self.bells if fd >= 0))
-
-    def close(self) -> None:
-        """Close this process's copies: a peer counts as gone only when nobody holds its end."""
-        for fd in self.fds:
-            os.close(fd)
 
 
 def shm_seats(
@@ -57,36 +42,22 @@ def shm_seats(
     axis: str = "cp",
     timeout_s: float = DEFAULT_TIMEOUT_S,
     chunk_bytes: int = CHUNK_BYTES,
-) -> list[Seat]:
+) -> list[GroupSeat]:
     """One seat per rank. The caller owns their descriptors until they are passed on."""
-    check_machine()
     if chunk_bytes < 64 * size or chunk_bytes % 64:
         raise ValueError(f"chunk_bytes must be a multiple of 64, and at least {64 * size}")
-    memory = Ring.create_file(size, chunk_bytes)
-    seats = [
-        Seat(
-            rank=rank,
-            size=size,
-            axis=axis,
-            timeout_s=timeout_s,
-            chunk_bytes=chunk_bytes,
-            memory=os.dup(memory),
-            bells=bells,
-        )
-        for rank, bells in enumerate(make_bells(size))
-    ]
-    os.close(memory)
-    return seats
+    make = partial(GroupSeat, axis=axis, timeout_s=timeout_s, chunk_bytes=chunk_bytes)
+    return make_seats(make, size, Ring.file_bytes(size, chunk_bytes))
 
 
 class ShmGroup(BaseGroup):
     """One rank's end. Takes over the descriptors of its seat."""
 
-    def __init__(self, seat: Seat) -> None:
-        check_machine()
+    def __init__(self, seat: GroupSeat) -> None:
         super().__init__(rank=seat.rank, size=seat.size, axis=seat.axis, timeout_s=seat.timeout_s)
-        self._ring = Ring(seat.memory, rank=seat.rank, size=seat.size, chunk_bytes=seat.chunk_bytes)
-        os.close(seat.memory)
+        self._ring = Ring(
+            seat.open_memory(), rank=seat.rank, size=seat.size, chunk_bytes=seat.chunk_bytes
+        )
         self._bells = Bells(seat.rank, seat.bells, self._ring.sleeping)
         self._state = threading.Condition()  # guards all below, and the ring's counters
         self._writes: list[Job] = []  # oldest first, as in reads
@@ -116,7 +87,7 @@ class ShmGroup(BaseGroup):
                 self._pump()
             except GroupError as error:  # finish says so
                 self._broken = error
-            if not self._moving and not self._broken and (self._writes or job.is_long):
+            if not self._moving and not self._broken and self._holds_up(job):
                 self._moving = True
                 self._start_mover()
 
@@ -126,7 +97,7 @@ class ShmGroup(BaseGroup):
             while not job.is_done:
                 if self._broken is not None:
                     raise self._broken
-                if not self._moving and self._pump():
+                if self._pump():
                     continue
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
@@ -137,6 +108,8 @@ class ShmGroup(BaseGroup):
                     self._check_gone()
                     self._bells.sleep(self._can_move, left_s)
             del self._jobs[exchange.serial]
+            if self._moving and not (self._writes or self._reads):
+                self._bells.wake()  # the mover has nothing left to sleep for
 
     def _digest_of(self, rank: int, serial: int) -> int | None:
         return self._ring.digest_of(rank, serial)
@@ -178,13 +151,17 @@ class ShmGroup(BaseGroup):
             moved = True
         return moved
 
+    def _holds_up(self, job: Job) -> bool:
+        """Whether a peer may wait for what is left here, if nobody goes on before `finish`."""
+        if self._writes:
+            return True
+        return len(self._reads) > NUM_SLOTS or (job.is_long and not job.is_read)
+
     def _can_move(self) -> bool:
         """A look without the lock: may be wrong, then the next pump moves nothing."""
         if self._closing or (self._writes and self._ring.may_write()):
             return True
-        return bool(self._reads) and any(
-            self._ring.has(source) for source in self._reads[0].open_sources()
-        )
+        return any(self._ring.has(s) for job in self._reads[:1] for s in job.open_sources())
 
     def _missing(self) -> tuple[int, ...]:
         """Whom the oldest operation waits for."""

@@ -22,7 +22,9 @@ class Job:
         self._sizes = [0 if t is None else t.nbytes for t in sends]
         self.is_written = not self._targets
         largest = max((t.nbytes for t in recvs if t is not None), default=0)
-        self.is_long = largest > ring.chunk_bytes  # then the writer needs us to read on
+        # Then a writer may need us to read on. What it sends to others in the same slot is unknown.
+        alone = exchange.same or len(recvs) == 2
+        self.is_long = largest > ring.chunk_bytes or not alone
 
     @property
     def is_read(self) -> bool:

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import struct
 from dataclasses import dataclass
 
-__all__ = ["CHUNK_BYTES", "Header", "Ring"]
+__all__ = ["CHUNK_BYTES", "NUM_SLOTS", "Header", "Ring"]
 
 CHUNK_BYTES = 1 << 18
-_SLOTS = 2
+NUM_SLOTS = 2
 _REMEMBERED = 64
 _ALIGN = 64
 _FIXED = struct.Struct("<QQQ")  # serial, digest, last
@@ -42,11 +41,12 @@ class Header:
 class Ring:
     """One rank's mapping. Owns neither operations nor waiting."""
 
-    def __init__(self, fd: int, *, rank: int, size: int, chunk_bytes: int) -> None:
+    def __init__(self, mapping: mmap.mmap, *, rank: int, size: int, chunk_bytes: int) -> None:
+        """Takes over the mapping of `file_bytes`."""
         self.chunk_bytes = chunk_bytes
         self._rank = rank
         self._others = tuple(r for r in range(size) if r != rank)
-        self._map = mmap.mmap(fd, self.file_bytes(size, chunk_bytes))
+        self._map = mapping
         self._anchor = ctypes.c_char.from_buffer(self._map)
         self._base = ctypes.addressof(self._anchor)
         self._view = memoryview(self._map)
@@ -65,7 +65,8 @@ class Ring:
         slot_bytes = self._header_bytes + chunk_bytes
         start = self._control_bytes(size)
         self._slots = [
-            [start + (s * _SLOTS + i) * slot_bytes for i in range(_SLOTS)] for s in range(size)
+            [start + (s * NUM_SLOTS + i) * slot_bytes for i in range(NUM_SLOTS)]
+            for s in range(size)
         ]
 
     @staticmethod
@@ -79,40 +80,33 @@ class Ring:
 
     @classmethod
     def file_bytes(cls, size: int, chunk_bytes: int) -> int:
-        """How large the file is."""
-        return cls._control_bytes(size) + size * _SLOTS * (cls._header_size(size) + chunk_bytes)
-
-    @classmethod
-    def create_file(cls, size: int, chunk_bytes: int) -> int:
-        """A descriptor of new memory, all zero, that no name refers to. The caller owns it."""
-        fd = os.memfd_create("phloem-group", os.MFD_CLOEXEC)
-        os.ftruncate(fd, cls.file_bytes(size, chunk_bytes))
-        return fd
+        """How large the memory is."""
+        return cls._control_bytes(size) + size * NUM_SLOTS * (cls._header_size(size) + chunk_bytes)
 
     # -- writing
 
     def may_write(self) -> bool:
         """Have all others taken what stands in this rank's next slot?"""
-        oldest = self.written[self._rank] - _SLOTS + 1
+        oldest = self.written[self._rank] - NUM_SLOTS + 1
         taken = self._taken[self._rank]
         return all(taken[d] >= oldest for d in self._others)
 
     def slowest(self) -> tuple[int, ...]:
         """Whom `may_write` waits for."""
-        oldest = self.written[self._rank] - _SLOTS + 1
+        oldest = self.written[self._rank] - NUM_SLOTS + 1
         taken = self._taken[self._rank]
         return tuple(d for d in self._others if taken[d] < oldest)
 
     def put(self, offset: int, source: int, num_bytes: int) -> None:
         """Copy bytes at the address `source` into the next slot."""
-        slot = self._slots[self._rank][self.written[self._rank] % _SLOTS]
+        slot = self._slots[self._rank][self.written[self._rank] % NUM_SLOTS]
         ctypes.memmove(self._base + slot + self._header_bytes + offset, source, num_bytes)
 
     def publish(
         self, serial: int, digest: int, parts: list[tuple[int, int]], *, last: bool
     ) -> None:
         """Show the next slot to all; `parts[d]` is (offset, bytes) for rank d."""
-        slot = self._slots[self._rank][self.written[self._rank] % _SLOTS]
+        slot = self._slots[self._rank][self.written[self._rank] % NUM_SLOTS]
         _FIXED.pack_into(self._map, slot, serial, digest, last)
         at = slot + _FIXED.size
         for part in parts:
@@ -128,14 +122,14 @@ class Ring:
 
     def head(self, source: int) -> Header:
         """The oldest such chunk."""
-        slot = self._slots[source][self._taken[source][self._rank] % _SLOTS]
+        slot = self._slots[source][self._taken[source][self._rank] % NUM_SLOTS]
         serial, digest, last = _FIXED.unpack_from(self._map, slot)
         at = slot + _FIXED.size + self._rank * _PART.size
         return Header(serial, digest, bool(last), *_PART.unpack_from(self._map, at))
 
     def get(self, source: int, header: Header, target: int) -> None:
         """Copy this rank's part of the oldest chunk to the address `target`."""
-        slot = self._slots[source][self._taken[source][self._rank] % _SLOTS]
+        slot = self._slots[source][self._taken[source][self._rank] % NUM_SLOTS]
         at = self._base + slot + self._header_bytes + header.offset
         ctypes.memmove(target, at, header.num_bytes)
 

@@ -142,6 +142,11 @@ class EngineLoop:
         self.scheduler.loads_ended(tiers.poll())
         return busy or tiers.busy
 
+    def die(self, reason: str) -> None:
+        """The worker is dead although no step has failed: every request ends with an error."""
+        if self.dead is None:
+            self._die(EngineDead(reason))
+
     def run_until_idle(self) -> None:
         """Step until every request has ended (offline use and tests)."""
         while self.step():
@@ -149,6 +154,7 @@ class EngineLoop:
 
     def _die(self, error: Exception) -> bool:
         logger.error("the worker failed", exc_info=error)
-        self.dead = f"the worker failed: {type(error).__name__}: {error}"
+        what = str(error) if isinstance(error, EngineDead) else f"{type(error).__name__}: {error}"
+        self.dead = f"the worker failed: {what}"
         self._emit(self.scheduler.abort_all(self.dead))
         return False

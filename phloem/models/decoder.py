@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phloem.attention import LayeredAttention
 from phloem.config.model import Activation, ModelConfig, RopeConfig
 from phloem.kernels import Ops
 from phloem.layers import DecoderWeights, LayerWeights, RopeTable
-from phloem.models.forward import pass_layers
+from phloem.models.forward import Attention, LayerCalls, pass_layers
 from phloem.models.latent import latent_qkv
 
 __all__ = ["MLP_CHUNK_TOKENS", "Decoder"]
@@ -54,7 +53,7 @@ class Decoder:
         tokens: Tensor,
         positions: Tensor,
         *,
-        attention: LayeredAttention,
+        attention: Attention,
         meta: Any,
         on_layer: Callable[[], None],
         on_written: Callable[[int], None] | None = None,
@@ -63,7 +62,8 @@ class Decoder:
         batch as `meta`.
         """
         if not len(tokens):
-            return pass_layers(self, on_layer, on_written)
+            calls = LayerCalls(on_layer=on_layer, on_written=on_written)
+            return pass_layers(self, attention, meta, calls, dtype=self.dtype)
         x = self._embed(tokens)
         angles = self._rope.at(positions)
         own_rope = self._window_rope is not self._rope

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +11,37 @@ from torch import Tensor
 
 from phloem.config.model import ModelConfig
 
-__all__ = ["Forward", "pass_layers"]
+__all__ = ["Attention", "Forward", "LayerCalls", "pass_layers"]
+
+
+class Attention(Protocol):
+    """Attention of all layers of a model: `LayeredAttention`, or `RemoteAttention` over ranks whose
+    pages lie elsewhere."""
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether `attend` needs other ranks, and so must be asked for every layer."""
+        ...
+
+    def writes(self, meta: Any) -> Sequence[Any]: ...
+
+    def attend(
+        self, layer: int, q: Tensor, meta: Any, *, sinks: Tensor | None = None
+    ) -> Tensor: ...
+
+    def run(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        meta: Any,
+        *,
+        sinks: Tensor | None = None,
+        on_written: Callable[[int], None] | None = None,
+    ) -> Tensor: ...
+
+    def serve(self, layer: int, q: Tensor, meta: Any) -> None: ...
 
 
 class Forward(Protocol):
@@ -30,7 +61,7 @@ class Forward(Protocol):
         tokens: Tensor,
         positions: Tensor,
         *,
-        attention: Any,
+        attention: Attention,
         meta: Any,
         on_layer: Callable[[], None],
         on_written: Callable[[int], None] | None = None,
@@ -48,15 +79,31 @@ class Forward(Protocol):
         ...
 
 
-def pass_layers(
-    model: Forward, on_layer: Callable[[], None], on_written: Callable[[int], None] | None
-) -> Tensor:
-    """The forward pass of a rank that has no token in a step: others may wait for it all the same.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCalls:
+    """Who is told of a pass over the layers, as `Forward.forward` says."""
 
-    Returns no hidden states, (0, hidden).
+    on_layer: Callable[[], None]
+    on_written: Callable[[int], None] | None
+
+    def written(self, layer: int) -> None:
+        if self.on_written is not None:
+            self.on_written(layer)
+
+
+def pass_layers(
+    model: Forward, attention: Attention, meta: Any, calls: LayerCalls, *, dtype: torch.dtype
+) -> Tensor:
+    """The forward pass of a rank that has no token in a step: others may need it all the same.
+
+    `dtype`: of queries. Returns no hidden states, (0, hidden).
     """
-    for number in range(model.config.num_layers):
-        if on_written is not None:
-            on_written(number)
-        on_layer()
-    return torch.empty((0, model.config.hidden_size), dtype=model.dtype, device=model.device)
+    config = model.config
+    no_queries = torch.empty(
+        (0, config.num_heads, config.head_dim), dtype=dtype, device=model.device
+    )
+    for number in range(config.num_layers):
+        calls.written(number)
+        attention.serve(number, no_queries, meta)
+        calls.on_layer()
+    return torch.empty((0, config.hidden_size), dtype=model.dtype, device=model.device)

@@ -7,17 +7,18 @@ Between the steps of a layer activations are fp32; the residual keeps the model'
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from phloem.config.model import Activation, LayerSpec, ModelConfig, RopeConfig
 from phloem.kernels import KVBuffer
-from phloem.kernels.native import NativeBatch, NativeKernels, kv_layer
+from phloem.kernels.native import NativeKernels, kv_layer
 from phloem.kernels.native_abi import Gate, KvLayer, Layer
 from phloem.kernels.native_types import address
 from phloem.layers import RopeTable
-from phloem.models.forward import pass_layers
+from phloem.models.forward import Attention, LayerCalls, pass_layers
 from phloem.models.packing import PackedDecoder, PackedLayer
 
 __all__ = ["NativeDecoder"]
@@ -75,40 +76,46 @@ class NativeDecoder:
         tokens: Tensor,
         positions: Tensor,  # noqa: ARG002 - the plan has them
         *,
-        attention: object,  # noqa: ARG002 - a layer attends by itself
-        meta: Sequence[NativeBatch],
+        attention: Attention,
+        meta: Any,
         on_layer: Callable[[], None],
         on_written: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """As `Forward.forward`."""
+        """As `Forward.forward`; a layer attends by itself, unless that needs other ranks."""
+        calls = LayerCalls(on_layer=on_layer, on_written=on_written)
         if not len(tokens):
-            return pass_layers(self, on_layer, on_written)
+            return pass_layers(self, attention, meta, calls, dtype=torch.float32)
         hidden = self._kernels.embedding(tokens, self._weights.embedding, self.dtype)
         if self.config.embedding_scale != 1.0:
             # The scale is rounded to the model's dtype, as in training.
             hidden.mul_(torch.tensor(self.config.embedding_scale, dtype=hidden.dtype))
-        if on_written is not None:
-            return self._in_halves(hidden, meta, on_layer, on_written)
+        if on_written is not None or attention.exchanges:
+            return self._in_halves(hidden, attention, meta, calls)
         for layer, kv, component in self._steps:
             self._kernels.layer_forward(layer, kv, meta[component], hidden)
             on_layer()
         return hidden
 
     def _in_halves(
-        self,
-        hidden: Tensor,
-        meta: Sequence[NativeBatch],
-        on_layer: Callable[[], None],
-        on_written: Callable[[int], None],
+        self, hidden: Tensor, attention: Attention, meta: Any, calls: LayerCalls
     ) -> Tensor:
         """The same bits by two calls a layer, since somebody wants to know what is between them."""
-        config = self.config
+        config, kernels = self.config, self._kernels
         qkv = torch.empty((hidden.shape[0], config.q_size + 2 * config.kv_size))
+        q = qkv[:, : config.q_size]
+        by_head = q.view(q.shape[0], config.num_heads, config.head_dim)
+        batches = attention.writes(meta)
         for number, (layer, kv, component) in enumerate(self._steps):
-            self._kernels.layer_project(layer, kv, meta[component], hidden, qkv)
-            on_written(number)
-            self._kernels.layer_finish(layer, kv, meta[component], hidden, qkv)
-            on_layer()
+            batch = batches[component]
+            kernels.layer_project(layer, kv, batch, hidden, qkv)
+            calls.written(number)
+            if attention.exchanges:
+                sinks = self._weights.layers[number].sinks
+                q.copy_(attention.attend(number, by_head, meta, sinks=sinks))
+                kernels.layer_output(layer, kv, batch, hidden, qkv)
+            else:
+                kernels.layer_finish(layer, kv, batch, hidden, qkv)
+            calls.on_layer()
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

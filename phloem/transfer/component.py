@@ -15,11 +15,15 @@ __all__ = ["ComponentMemory", "memory_of"]
 
 @dataclass(frozen=True, slots=True)
 class ComponentMemory:
-    """Pages of one component on both sides. `layers`: the model's numbers of its layers, rising."""
+    """Pages of one component on both sides. `layers`: the model's numbers of its layers, rising.
+
+    `pages_per_owner`: of each pool, where the device memory is that of several ranks; 0: of one.
+    """
 
     arena: HostArena
     copier: Copier
     layers: tuple[int, ...]
+    pages_per_owner: int = 0
 
     def __post_init__(self) -> None:
         count = self.spec.num_layers
@@ -50,4 +54,6 @@ def memory_of(
     """The memory of a component whose layers have these numbers in the model; all, if None."""
     count = arena.layout.spec.num_layers
     numbers = tuple(range(count)) if layers is None else tuple(layers)
-    return ComponentMemory(arena, make_copier(pool, arena), numbers)
+    copier = make_copier(pool, arena)
+    pages_per_owner = pool.num_pages if arena.layout.spec.page_bytes else 0
+    return ComponentMemory(arena, copier, numbers, pages_per_owner)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from phloem.core.clock import Clock
-from phloem.core.refs import slots_of
+from phloem.core.refs import flat_slots
 from phloem.core.transfer import Transfer, TransferKind, TransferResult
 from phloem.transfer.component import ComponentMemory
 from phloem.transfer.jobs import CopyJob, next_job
@@ -205,8 +205,8 @@ class TransferEngine:
     def _copy(self, job: CopyJob, progress: int) -> int:
         """Copy a chunk; returns the progress after it."""
         transfer, copier = job.transfer, job.memory.copier
-        device, host = slots_of(transfer.device), transfer.host
-        spec = job.memory.spec
+        device = flat_slots(transfer.device, job.memory.pages_per_owner)
+        host, spec = transfer.host, job.memory.spec
         if transfer.kind is TransferKind.BACKUP_HOST:
             end = min(len(host), progress + max(1, CHUNK_BYTES // spec.page_bytes))
             copier.to_host(device[progress:end], host[progress:end])

@@ -14,7 +14,7 @@ from phloem.core.plan import RowPlan, StepPlan
 from phloem.kv.sizing import pages_for_tokens
 from phloem.worker.rows import RowTables
 
-__all__ = ["RankShare", "StepInputs", "build_inputs"]
+__all__ = ["RankShare", "StepInputs", "build_inputs", "build_shares"]
 
 _Ints = npt.NDArray[np.int64]
 
@@ -23,18 +23,23 @@ _Ints = npt.NDArray[np.int64]
 class RankShare:
     """Which tokens of a step `rank` computes: those whose page of component 0 it owns.
 
-    Tables then hold global page numbers: owner * pages_per_rank + slot.
+    Tables then hold global page numbers: owner * pages_per_rank + slot. `copies`: as many ranks
+    hold every page, and page i of a row is computed by rank i mod copies; 0: pages have owners.
     """
 
     rank: int
     pages_per_rank: int
+    copies: int = 0
 
     def positions(self, row: RowPlan, tables: RowTables, page_size: int) -> _Ints | None:
         """The row's own positions, in order; None: all of them."""
         first = row.start // page_size
         end = pages_for_tokens(row.start + row.count, page_size)
         pages = tables.slots(row.row, end, first_page=first)
-        own = pages // self.pages_per_rank == self.rank
+        if self.copies:
+            own = np.arange(first, end) % self.copies == self.rank
+        else:
+            own = pages // self.pages_per_rank == self.rank
         if own.all():
             return None
         at: _Ints = np.arange(row.start, row.start + row.count, dtype=np.int64)
@@ -95,21 +100,44 @@ def build_inputs(
     of them, perhaps nothing; None: everything.
     """
     parts = _parts(plan, tables, page_size, share)
-    full = RaggedBatch(tuple(_full(part, tables, page_size) for part in parts), page_size)
-    batches: tuple[RaggedBatch, ...] = (full,)
-    if window is not None:
-        spans = tuple(_window(part, tables, page_size, window) for part in parts)
-        batches = (full, RaggedBatch(spans, page_size))
+    batches = _batches(parts, tables, page_size, window)
     ids = [part.tokens(tables) for part in parts]
     last = [part.first + part.count - 1 for part in parts if part.samples]
     return StepInputs(
         tokens=torch.from_numpy(np.concatenate(ids) if ids else np.empty(0, np.int64)).to(device),
-        positions=torch.from_numpy(full.positions()).to(device),
+        positions=torch.from_numpy(batches[0].positions()).to(device),
         batches=batches,
         rows=tuple(part.row for part in parts),
         sampled=tuple(part.row for part in parts if part.samples),
         last_index=torch.tensor(last, dtype=torch.int64, device=device),
     )
+
+
+def build_shares(
+    plan: StepPlan,
+    tables: RowTables,
+    *,
+    page_size: int,
+    window: int | None = None,
+    num_ranks: int,
+    pages_per_rank: int,
+) -> tuple[tuple[RaggedBatch, ...], ...]:
+    """The `batches` of every rank: what each must know to exchange pages or queries of a step."""
+    shares = (RankShare(rank, pages_per_rank) for rank in range(num_ranks))
+    return tuple(
+        _batches(_parts(plan, tables, page_size, share), tables, page_size, window)
+        for share in shares
+    )
+
+
+def _batches(
+    parts: list[_Part], tables: RowTables, page_size: int, window: int | None
+) -> tuple[RaggedBatch, ...]:
+    full = RaggedBatch(tuple(_full(part, tables, page_size) for part in parts), page_size)
+    if window is None:
+        return (full,)
+    spans = tuple(_window(part, tables, page_size, window) for part in parts)
+    return full, RaggedBatch(spans, page_size)
 
 
 def _parts(

@@ -22,16 +22,20 @@ from phloem.transfer import TransferEngine, TransferHooks
 from phloem.worker.forward import ForwardOptions, choose_kernels, load_forward
 from phloem.worker.memory import activation_bytes
 from phloem.worker.pages import host_tier, kv_specs, make_pools, page_counts
+from phloem.worker.peers import RankPlace
+from phloem.worker.ranked import RankedWorker
+from phloem.worker.replicas import Replicas
 from phloem.worker.rows import RowTables
 from phloem.worker.runner import Hooks, Runner
+from phloem.worker.sampled import SampledTokens
 from phloem.worker.torch_worker import InlineWorker, TorchWorker
 
-__all__ = ["LoadedWorker", "WorkerOptions", "load_worker"]
+__all__ = ["LoadedWorker", "WorkerOptions", "kv_dtype_of", "load_worker"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """How to run a model. Give `num_pages`, or `kv_bytes` from which it is computed.
+    """How to run a model. Give `num_pages` (of each rank), or `kv_bytes` from which it is computed.
 
     Where layers have a window, `window_pages` and `window_host_pages` are those layers' own; None:
     as many as of the others.
@@ -58,6 +62,7 @@ class WorkerOptions:
     inline: bool = False
     host_pages: int = 0  # 0: no host tier
     window_host_pages: int | None = None
+    replicate: bool = False  # of several ranks: each holds all pages
     transfer_hooks: TransferHooks | None = None
 
 
@@ -65,11 +70,11 @@ class WorkerOptions:
 class LoadedWorker:
     """A worker that is ready for plans, and the facts about it.
 
-    `specs`, `pools`, `num_pages` and `hosts` are by component: full, and window if some layers have
-    one. `hosts` is empty without a host tier.
+    `specs`, `pools`, `num_pages` (of each rank) and `hosts` are by component: full, and window if
+    some layers have one. `hosts` is empty without a host tier.
     """
 
-    worker: TorchWorker | InlineWorker
+    worker: TorchWorker | InlineWorker | RankedWorker
     config: ModelConfig
     specs: tuple[KVSpec, ...]
     pools: tuple[DevicePool, ...]
@@ -109,9 +114,10 @@ def load_worker(
     path: Path,
     options: WorkerOptions,
     *,
+    place: RankPlace | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> LoadedWorker:
-    """Load the checkpoint at `path` and make a worker of it.
+    """Load the checkpoint at `path` and make a worker of it; with a `place`, one rank of several.
 
     `on_progress(done_bytes, total_bytes)` follows the weights. Raises ConfigError for options that
     cannot be, for a broken or unsupported checkpoint, and for memory that does not suffice.
@@ -121,17 +127,23 @@ def load_worker(
     config = read_model_config(path)
     max_len = _max_model_len(options, config)
     how = _forward_options(options, config, num_positions=max_len)
-    specs = kv_specs(config, dtype=_kv_dtype(options), page_size=options.page_size)
+    specs = kv_specs(config, dtype=kv_dtype_of(options), page_size=options.page_size)
     num_pages = _device_pages(options, specs)
-    pools = make_pools(specs, num_pages, device, dtype=how.dtype)
+    pools = make_pools(specs, num_pages, device, dtype=how.dtype, place=place)
     hosts, transfers = host_tier(
         pools, config.component_layers, _host_pages(options, len(specs)), options.transfer_hooks
     )
     forward = load_forward(path, config, pools, how, on_progress)
+    replicas = None
+    if place is not None and options.replicate:
+        replicas = Replicas(pools, config.component_layers, place.peers.rank)
     tables = RowTables(
         max_running=options.max_running,
         max_pages=pages_for_tokens(max_len, options.page_size),
         num_components=len(specs),
+        pages_per_owner=num_pages,
+        sampled=None if place is None else SampledTokens(options.max_running, place.sampled),
+        copy=0 if replicas is None else replicas.rank,
     )
     runner = Runner(
         forward.model,
@@ -140,6 +152,8 @@ def load_worker(
         tables=tables,
         hooks=options.hooks,
         gate=transfers,
+        peers=None if place is None else place.peers,
+        replicas=replicas,
     )
     return LoadedWorker(
         worker=InlineWorker(runner, pools) if options.inline else TorchWorker(runner, pools),
@@ -164,7 +178,7 @@ def _forward_options(
 ) -> ForwardOptions:
     device, quantisation = _device(options.device), quantisation_of(options.quantization)
     dtype = _dtype(options.dtype)
-    lacking = native_reads(_kv_dtype(options), dtype)
+    lacking = native_reads(kv_dtype_of(options), dtype)
     return ForwardOptions(
         kernels=choose_kernels(options.kernels, device, config, quantisation, lacking=lacking),
         quantisation=quantisation,
@@ -226,7 +240,8 @@ def _dtype(name: str, *, packed: bool = False) -> KVDtype:
     return known[name]
 
 
-def _kv_dtype(options: WorkerOptions) -> KVDtype:
+def kv_dtype_of(options: WorkerOptions) -> KVDtype:
+    """In what pages are stored. Raises ConfigError."""
     name = options.dtype if options.kv_dtype == "auto" else options.kv_dtype
     return _dtype(name, packed=True)
 

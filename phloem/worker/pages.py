@@ -15,8 +15,9 @@ from phloem.kv.sizing import num_pages_for
 from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
 from phloem.pools import DevicePool, HostArena
 from phloem.transfer import TransferEngine, TransferHooks, memory_of
+from phloem.worker.peers import RankPlace
 
-__all__ = ["host_tier", "kv_specs", "make_pools", "page_counts"]
+__all__ = ["host_tier", "kv_specs", "make_pools", "page_counts", "pool_layouts"]
 
 
 def kv_specs(config: ModelConfig, *, dtype: KVDtype, page_size: int) -> tuple[KVSpec, ...]:
@@ -75,18 +76,34 @@ def page_counts(
     return counts
 
 
+def pool_layouts(specs: Sequence[KVSpec], counts: Sequence[int]) -> tuple[PageLayout, ...]:
+    """How the pages of each component lie in one rank's pool."""
+    return tuple(
+        PageLayout(spec, count, default_head_groups(spec.num_kv_heads))
+        for spec, count in zip(specs, counts, strict=True)
+    )
+
+
 def make_pools(
-    specs: Sequence[KVSpec], counts: Sequence[int], device: torch.device, *, dtype: torch.dtype
+    specs: Sequence[KVSpec],
+    counts: Sequence[int],
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    place: RankPlace | None = None,
 ) -> tuple[DevicePool, ...]:
     """The device pool of each component, computed in `dtype`.
 
     Raises ConfigError if the memory does not suffice.
     """
-    layouts = (
-        PageLayout(spec, count, default_head_groups(spec.num_kv_heads))
-        for spec, count in zip(specs, counts, strict=True)
+    layouts = pool_layouts(specs, counts)
+    if place is None:
+        return tuple(DevicePool(layout, device=device, dtype=dtype) for layout in layouts)
+    owners = place.peers.size
+    return tuple(
+        DevicePool(layout, device=device, dtype=dtype, num_owners=owners, memory=memory)
+        for layout, memory in zip(layouts, place.pools, strict=True)
     )
-    return tuple(DevicePool(layout, device=device, dtype=dtype) for layout in layouts)
 
 
 def host_tier(

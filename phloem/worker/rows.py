@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from phloem.core.plan import PageTableUpdate, RowInit, RowPlan, StepPlan
-from phloem.core.refs import slots_of
+from phloem.core.refs import flat_slots
 from phloem.core.request import SamplingParams
 from phloem.core.tokens import tokens_from_bytes
+from phloem.worker.sampled import SampledTokens
 
 __all__ = ["RowState", "RowTables"]
 
@@ -39,11 +40,28 @@ class RowState:
 
 
 class RowTables:
-    """State of `max_running` rows; a row of a component's page table holds `max_pages` slots."""
+    """State of `max_running` rows; a row of a component's page table holds `max_pages` slots.
 
-    def __init__(self, *, max_running: int, max_pages: int, num_components: int = 1) -> None:
+    Slots count through the pools of all owners, `pages_per_owner[component]` pages each; with one
+    owner that figure does not matter. `sampled`: shared with other ranks.
+    `copy`: whose pool holds this rank's copies of the pages, where refs name the first one's.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_running: int,
+        max_pages: int,
+        num_components: int = 1,
+        pages_per_owner: tuple[int, ...] = (),
+        sampled: SampledTokens | None = None,
+        copy: int = 0,
+    ) -> None:
         self._pages = np.zeros((num_components, max_running, max_pages), dtype=np.int64)
-        self._last_token = np.zeros(max_running, dtype=np.int64)
+        self._pages_per_owner = pages_per_owner or (0,) * num_components
+        self._copy = copy
+        self._sampled = sampled or SampledTokens(max_running)
+        self._last_token = self._sampled.tokens
         self._states: list[RowState | None] = [None] * max_running
 
     def apply(self, plan: StepPlan) -> None:
@@ -83,8 +101,16 @@ class RowTables:
         """Remember a sampled token for the futures of later plans."""
         state = self.state(plan)
         if state is not None:
-            self._last_token[plan.row] = token
+            self._sampled.put(plan, token)
             state.note(token)
+
+    def learn(self, plan: RowPlan) -> None:
+        """Count the token that another rank has sampled for `plan`."""
+        state = self.state(plan)
+        if state is not None and state.has_penalties:
+            token = self._sampled.find(plan)
+            if token is not None:
+                state.note(token)
 
     def _update_pages(self, update: PageTableUpdate) -> None:
         end = update.first_page + len(update.refs)
@@ -94,7 +120,9 @@ class RowTables:
         )
         assert end <= max_pages, f"page {end} of a table of {max_pages} pages (row {update.row})"
         table = self._pages[update.component]
-        table[update.row, update.first_page : end] = slots_of(update.refs)
+        pages = self._pages_per_owner[update.component]
+        slots = flat_slots(update.refs, pages) + self._copy * pages
+        table[update.row, update.first_page : end] = slots
 
 
 def _initial_state(init: RowInit) -> RowState:

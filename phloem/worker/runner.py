@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from phloem.attention import LayeredAttention
-from phloem.core.plan import RowResult, StepPlan, StepResult
-from phloem.core.refs import slots_of
+from phloem.core.plan import RowPlan, RowResult, StepPlan, StepResult
+from phloem.core.refs import owners_of
 from phloem.core.transfer import LayerGate
 from phloem.models import Forward
 from phloem.pools import DevicePool
-from phloem.worker.inputs import StepInputs, build_inputs
+from phloem.worker.inputs import RankShare, StepInputs, build_inputs
 from phloem.worker.layer_waits import LayerWaits
 from phloem.worker.memory import logits_rows_per_pass
+from phloem.worker.peers import Peers
+from phloem.worker.replicas import Replicas
 from phloem.worker.rows import RowTables
 from phloem.worker.sampler import Candidate, sample
 
@@ -50,7 +52,12 @@ class Hooks:
 
 
 class Runner:
-    """Executes plans one at a time, on the calling thread."""
+    """Executes plans one at a time, on the calling thread.
+
+    With `peers` it is one rank of several that execute the same plans: it computes the tokens of
+    the pages that it owns, and reads the pages of all. It owns the peers. With `replicas` no page
+    has an owner: see there.
+    """
 
     def __init__(
         self,
@@ -61,12 +68,23 @@ class Runner:
         tables: RowTables,
         hooks: Hooks,
         gate: LayerGate | None = None,
+        peers: Peers | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self._model, self._pools, self._attention = model, tuple(pools), attention
         self._page_size = self._pools[0].layout.spec.page_size
         self._tables, self._hooks, self._gate = tables, hooks, gate
         self._cancelled: set[int] = set()  # serials; written by another thread
         self._stopped = False
+        self._peers = peers
+        self._replicas = replicas
+        self._share: RankShare | None = None
+        if peers is not None:
+            copies = 0 if replicas is None else peers.size
+            self._share = RankShare(peers.rank, self._pools[0].num_pages, copies)
+            peers.tell(hooks.on_layer)
+        self._last_step = -1
+        self._elsewhere: tuple[RowPlan, ...] = ()  # rows of the last plan that other ranks sample
 
     def replace(self, model: Forward, attention: LayeredAttention) -> None:
         """Other weights from now on; only while no plan is in flight."""
@@ -84,14 +102,17 @@ class Runner:
     def run(self, plan: StepPlan) -> StepResult:
         """Execute `plan` and return the sampled tokens. Plans must come in submission order."""
         started = time.perf_counter()
+        if self._peers is not None:
+            self._meet(self._peers, plan)
         if self._hooks.nan_fill:
-            freed = (plan.freed_pages, plan.freed_window_pages)
-            for pool, refs in zip(self._pools, freed, strict=False):
-                pool.fill_nan(slots_of(refs))
+            self._poison(plan)
         self._cancelled.difference_update(self._tables.serials(plan.released))
         self._tables.apply(plan)
         on_layer = functools.partial(self._between_layers, plan)
-        layers = LayerWaits(self._gate, plan.loads, on_layer)
+        # Where several ranks run, the one that moves pages waits for all of them: nobody reads a
+        # layer before it has posted it.
+        waits_elsewhere = self._gate is None and self._peers is not None
+        layers = LayerWaits(self._gate, () if waits_elsewhere else plan.loads, on_layer)
         try:
             results = self._forward(plan, layers) if plan.rows else []
         except _NobodyWaits:
@@ -100,7 +121,9 @@ class Runner:
                 for row in plan.rows
                 if row.sample
             ]
-        if self._gate is not None:
+        if self._peers is not None:
+            self._peers.finished(plan.step)
+        elif self._gate is not None:
             self._gate.step_finished(plan.step)
         return StepResult(
             step=plan.step,
@@ -109,6 +132,31 @@ class Runner:
             load_wait_s=layers.waited_s,
         )
 
+    def leave(self) -> None:
+        """Run no more plans: ranks that wait for this one are told. Idempotent."""
+        if self._peers is not None:
+            self._peers.leave()
+
+    def _meet(self, peers: Peers, plan: StepPlan) -> None:
+        """All ranks are done with the step before: learn what the others have sampled in it."""
+        peers.begin(plan.step)
+        for row in self._elsewhere:
+            self._tables.learn(row)
+        self._elsewhere = ()
+        if self._gate is not None and self._last_step >= 0:
+            self._gate.step_finished(self._last_step)
+        self._last_step = plan.step
+
+    def _poison(self, plan: StepPlan) -> None:
+        """Each rank its own pages: it is the one that writes them next."""
+        freed = (plan.freed_pages, plan.freed_window_pages)
+        rank = 0 if self._peers is None else self._peers.rank
+        for pool, refs in zip(self._pools, freed, strict=False):
+            if self._replicas is not None:
+                pool.fill_nan(pool.indices(refs) + rank * pool.num_pages)
+            else:
+                pool.fill_nan(pool.indices(refs[owners_of(refs) == rank]))
+
     def _forward(self, plan: StepPlan, layers: LayerWaits) -> list[RowResult]:
         inputs = build_inputs(
             plan,
@@ -116,7 +164,16 @@ class Runner:
             page_size=self._page_size,
             window=self._model.config.window,
             device=self._model.device,
+            share=self._share,
         )
+        if self._peers is not None:
+            mine = {row.row for row in inputs.sampled}
+            self._elsewhere = tuple(r for r in plan.rows if r.sample and r.row not in mine)
+            if not len(inputs.tokens):
+                self._stand_by(self._peers, plan, layers)
+                return []
+        if self._replicas is not None:
+            self._replicas.plan(inputs.batches)
         meta = self._attention.plan(inputs.batches)
         layers.wait()
         hidden = self._model.forward(
@@ -125,10 +182,26 @@ class Runner:
             attention=self._attention,
             meta=meta,
             on_layer=layers.layer_done,
+            on_written=self._on_written(plan),
         )
         if self._hooks.capture_logits is not None:
-            self._capture(plan, inputs, hidden, self._hooks.capture_logits)
+            self._capture(inputs, hidden, self._hooks.capture_logits)
         return self._sample(inputs, hidden)
+
+    def _on_written(self, plan: StepPlan) -> Callable[[int], None] | None:
+        if self._peers is None:
+            return None
+        written = functools.partial(self._peers.written, plan.step)
+        return written if self._replicas is None else self._replicas.then(written)
+
+    def _stand_by(self, peers: Peers, plan: StepPlan, layers: LayerWaits) -> None:
+        """A step in which this rank computes nothing: others may wait for what it loads."""
+        if self._gate is None or not plan.loads:
+            return
+        layers.wait()
+        for layer in range(self._model.config.num_layers):
+            peers.post(plan.step, layer)
+            layers.layer_done()
 
     def _between_layers(self, plan: StepPlan) -> None:
         self._hooks.on_layer()
@@ -155,15 +228,17 @@ class Runner:
                 results.append(result)
         return results
 
-    def _capture(
-        self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, capture: CaptureLogits
-    ) -> None:
+    def _capture(self, inputs: StepInputs, hidden: Tensor, capture: CaptureLogits) -> None:
         step = logits_rows_per_pass(self._model.config.vocab_size)
-        for row, span in zip(plan.rows, inputs.batches[0].spans, strict=True):
-            for low in range(0, span.count, step):
-                high = min(low + step, span.count)
-                logits = self._model.logits(hidden[span.first + low : span.first + high])
-                capture(row.serial, span.start + low, logits)
+        positions = inputs.positions.tolist()
+        for row, span in zip(inputs.rows, inputs.batches[0].spans, strict=True):
+            low, end = span.first, span.first + span.count
+            while low < end:  # a run of positions, since between them may be those of other ranks
+                high = low + 1
+                while high < min(end, low + step) and positions[high] == positions[high - 1] + 1:
+                    high += 1
+                capture(row.serial, positions[low], self._model.logits(hidden[low:high]))
+                low = high
 
 
 class _NobodyWaits(Exception):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from phloem.core.errors import EngineDead
 from phloem.core.plan import StepPlan, StepResult
-from phloem.core.refs import PageRef, slot_of
+from phloem.core.refs import PageRef
 from phloem.pools import DevicePool
 from phloem.worker.runner import Runner
 
@@ -52,10 +52,15 @@ class InlineWorker:
 
     def read_page(self, ref: PageRef, component: int = 0) -> bytes:
         """A copy of a page's bytes, for audits; no plan may be in flight."""
-        return self._pools[component].read_page(slot_of(ref))
+        return self._pools[component].read(ref)
+
+    def stop(self) -> None:
+        """Give up the running plan at its next layer. From any thread."""
+        self._runner.stop()
 
     def close(self) -> None:
         self._done.clear()
+        self._runner.leave()
 
 
 class TorchWorker:
@@ -95,15 +100,19 @@ class TorchWorker:
 
     def read_page(self, ref: PageRef, component: int = 0) -> bytes:
         """A copy of a page's bytes, for audits; no plan may be in flight."""
-        return self._pools[component].read_page(slot_of(ref))
+        return self._pools[component].read(ref)
 
-    def close(self) -> None:
-        """Stop the running plan at its next layer, drop the queued ones, and join the thread."""
+    def stop(self) -> None:
+        """Give up the running plan at its next layer, and drop the queued ones. Idempotent."""
         if not self._closed.is_set():
             self._closed.set()
             self._runner.stop()
             self._plans.put(None)
-            self._thread.join()
+
+    def close(self) -> None:
+        """`stop`, and join the thread."""
+        self.stop()
+        self._thread.join()
 
     def _serve(self) -> None:
         broken: BaseException | None = None
@@ -119,6 +128,8 @@ class TorchWorker:
             except BaseException as error:  # the thread's entry point: collect raises it
                 broken = error
                 self._results.put(_Failed(error))
+                self._runner.leave()
+        self._runner.leave()
 
 
 def _unwrap(outcome: StepResult | _Failed) -> StepResult:

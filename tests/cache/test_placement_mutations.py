@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from phloem.cache import PrefixCache, leader
+from phloem.cache import PrefixCache, leader, placement
 from phloem.cache.placement import Striped
 from phloem.cache.window_eviction import Tails
 from phloem.cache.window_lease import WindowLease
@@ -16,12 +16,12 @@ from tests.cache.world import Walk, World
 
 
 def no_other_rank_is_asked(patch):
-    patch.setattr(leader, "settle", lambda wish, free: wish)
+    patch.setattr(placement, "num_displaced", lambda num_pages, free, start, step: 0)
 
 
 def a_stripe_at_any_price(patch):
     patch.setattr(Striped, "price", lambda self, num_pages: 1 << 30 if num_pages > 1 else 0)
-    patch.setattr(leader, "num_displaced", lambda wish, free: 1 << 30)
+    patch.setattr(leader, "num_displaced", lambda num_pages, free, start, step: 1 << 30)
 
 
 def window_pages_anywhere(patch):
@@ -95,8 +95,8 @@ def full_walks():
 
 def window_walks():
     for seed in range(2):
-        for placement in ("striped", "contiguous"):
-            ranks = {"owners": 4, "placement": placement}
+        for name in ("striped", "contiguous"):
+            ranks = {"owners": 4, "placement": name}
             take_a_walk(4, 8, seed, steps=200, max_pages=30, invariants=False, **ranks)
 
 

@@ -25,7 +25,7 @@ def test_walk_over_several_ranks_agrees_too(owners, placement, num_pages, seed):
     """The pools of all ranks are one room: the same victims by the book, the same refusals."""
     pools = (num_pages // owners,) * owners
     cache = PrefixCache(page_size=4, num_pages=pools, placement=placement, record_freed=True)
-    Walk(World(cache), seed).run(1000)
+    Walk(World(cache), seed).run(1000, digest_every=1)
     assert cache.total_pages == (pools[0] if placement == "replicate" else sum(pools))
 
 

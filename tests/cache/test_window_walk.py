@@ -30,7 +30,7 @@ def take_a_walk(
         placement=placement,
     )
     walk = WindowWalk(WindowWorld(cache, invariants=invariants), seed, max_pages=max_pages)
-    walk.run(steps)
+    walk.run(steps, digest_every=1 if owners > 1 else 50)
     return walk
 
 
@@ -77,7 +77,7 @@ def take_a_host_walk(page_size, window, seed, *, steps, owners=1, placement="str
         host=HostTier(pages=pages * 2),
     )
     walk = WindowHostWalk(WindowHostWorld(cache), seed, max_pages=12 + seed % 12)
-    walk.run(steps)
+    walk.run(steps, digest_every=1 if owners > 1 else 50)
     return walk.world.seen
 
 

@@ -20,13 +20,13 @@ class WindowWalk:
         self.max_tokens = max_pages * world.size
         self.texts: list[bytes] = []
 
-    def run(self, steps: int) -> None:
+    def run(self, steps: int, *, digest_every: int = 50) -> None:
         """Take steps, then end all requests and flush."""
         for step in range(steps):
             self.step()
             if self.world.invariants:
                 check_invariants(self.world.cache, idle=not self.world.runners)
-            if step % 50 == 0:
+            if step % digest_every == 0:
                 self.world.check_replicas()
         while self.world.runners:
             self.world.end(self.world.runners[0])

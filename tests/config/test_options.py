@@ -70,6 +70,8 @@ def test_yaml_can_hold_every_flag(tmp_path: Path) -> None:
         "prefetch_policy": "timeout",
         "storage": "/kept",
         "storage_size": "2GB",
+        "cp": 2,
+        "placement": "contiguous",
         "schedule_policy": "hrrn",
         "max_prefill_tokens": 128,
         "max_running": 3,

@@ -194,6 +194,48 @@ def test_a_transfer_of_many_chunks_goes_on_while_the_caller_does_not_ask(groups_
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_many_small_operations_go_on_while_the_receiver_does_not_ask(groups_of, kind) -> None:
+    """More broadcasts than there are slots: the root is done although nobody has called finish."""
+    groups = groups_of(kind, 2)
+    done = threading.Event()
+
+    def main(rank: int) -> None:
+        tensors = [filled(9, torch.int8, n if rank == 0 else 0) for n in range(8)]
+        pending = [groups[rank].begin_broadcast(tensor, 0) for tensor in tensors]
+        if rank == 1:
+            assert done.wait(PATIENT_S)
+        for one in pending:
+            one.finish(5.0)
+        done.set()
+        check_all(tensors, [filled(9, torch.int8, n) for n in range(8)])
+
+    in_threads(2, main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_for_several_ranks_go_on_while_one_of_them_does_not_ask(groups_of, kind) -> None:
+    """A part that fits into a chunk, but not into a rank's share of one."""
+    groups = groups_of(kind, 4)
+    done = threading.Barrier(3)
+    count = CHUNK_BYTES - 24
+
+    def main(rank: int) -> None:
+        sizes = [[count if source == 0 else 0] * 4 for source in range(4)]
+        parts = [filled(size, torch.int8, rank, r) for r, size in enumerate(sizes[rank])]
+        out = [torch.empty(sizes[r][rank], dtype=torch.int8) for r in range(4)]
+        pending = groups[rank].begin_all_to_all(out, parts)
+        if rank == 3:
+            pending_is_free.wait(PATIENT_S)
+        pending.finish(5.0)
+        if rank != 3 and done.wait(PATIENT_S) == 0:
+            pending_is_free.set()
+        check_all(out, [filled(sizes[r][rank], torch.int8, r, rank) for r in range(4)])
+
+    pending_is_free = threading.Event()
+    in_threads(4, main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_messages_and_bytes_are_counted_exactly(groups_of, kind) -> None:
     groups = groups_of(kind, 3)
 

@@ -10,13 +10,13 @@ import sys
 import torch
 
 from phloem.core.errors import GroupError
-from phloem.groups import Seat, ShmGroup
+from phloem.groups import GroupSeat, ShmGroup
 from tests.contract.test_groups import Script
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     fields = json.loads(sys.argv[1])
-    seat = Seat(**(fields | {"bells": tuple(fields["bells"])}))
+    seat = GroupSeat(**(fields | {"bells": tuple(fields["bells"])}))
     group = ShmGroup(seat)
     script = Script(11, seat.size, 100)
     script.play(group, lead=0)

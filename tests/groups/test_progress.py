@@ -7,12 +7,13 @@ import threading
 import pytest
 
 from phloem.core.errors import GroupError
-from phloem.groups.progress import Progress, progress_seats
+from phloem.groups import LAST_LAYER, ShmProgress, local_progress, progress, progress_seats
 
 
-@pytest.fixture
-def boards():
-    made = [Progress(seat) for seat in progress_seats(3)]
+@pytest.fixture(params=["shm", "threads"])
+def boards(request):
+    seats = progress_seats(3) if request.param == "shm" else []
+    made = [ShmProgress(seat) for seat in seats] or local_progress(3)
     yield made
     for board in made:
         board.close()
@@ -56,3 +57,34 @@ def test_a_rank_that_has_gone_is_an_error_at_once_but_its_posts_count(boards) ->
     with pytest.raises(GroupError, match="rank 0 is gone") as caught:
         boards[1].wait_for(0, 1, 2, 60)
     assert caught.value.ranks == (0,)
+
+
+def test_a_rank_is_late_only_if_it_does_not_move(boards, monkeypatch) -> None:
+    """It moves five times, always before patience ends: red if that counts from the first look."""
+    clock, moves = [0.0], []
+
+    def sleep(_rank: int, _wanted: int, _timeout_s: float) -> None:
+        clock[0] += 6.0
+        if len(moves) < 5 and boards[0].read(0) != (6, len(moves) + 1):
+            boards[0].post(6, len(moves) + 1)
+
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    boards[0].post(6, 0)
+    boards[1].on_move, boards[1]._sleep = lambda: moves.append(1), sleep
+    with pytest.raises(GroupError, match=r"late: waited for the end of step 7.*\(6, 5\)"):
+        boards[1].wait_for(0, 7, LAST_LAYER, 10.0)
+    assert len(moves) == 5
+
+
+def test_a_post_wakes_only_who_waits_for_it(boards) -> None:
+    """Rank 2 sleeps for rank 0's layer 5: what comes before, and what others post, is no bell."""
+    if not isinstance(boards[0], ShmProgress):
+        pytest.skip("threads share one condition")
+    boards[2]._whom[2], boards[2]._wanted[2] = 0, boards[2]._at[0] + 6
+    boards[2]._sleeping[2] = 1
+    for layer in range(5):
+        boards[0].post(0, layer)
+    boards[1].post(9, 9)
+    assert not boards[2]._bells._poll.poll(0)
+    boards[0].post(0, 5)
+    assert boards[2]._bells._poll.poll(0)

@@ -16,13 +16,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from phloem.attention.remote import RemoteAttention
+from phloem.attention.remote_pages import RankPool
 from phloem.config.checkpoint import read_model_config
 from phloem.core.plan import PageTableUpdate, RowPlan, StepPlan
+from phloem.core.remote import Remote
 from phloem.core.tokens import tokens_to_bytes
+from phloem.groups.local import local_groups
 from phloem.kv.spec import KVDtype
 from phloem.models import Quantisation
-from phloem.worker.forward import ForwardOptions, load_forward
-from phloem.worker.inputs import RankShare, StepInputs, build_inputs
+from phloem.worker.forward import ForwardOptions, ForwardPass, load_forward
+from phloem.worker.inputs import RankShare, StepInputs, build_inputs, build_shares
 from phloem.worker.pages import kv_specs, make_pools
 from phloem.worker.rows import RowTables
 
@@ -62,14 +66,21 @@ class Ranks:
         kernels: str,
         pages_per_rank: int = 160,
         dtype: KVDtype = KVDtype.FP32,
+        remote: Remote = Remote.DIRECT,
     ) -> None:
         self.config = read_model_config(Path(str(path)))
         self.num_ranks, self.page_size, self.pages_per_rank = num_ranks, page_size, pages_per_rank
         specs = kv_specs(self.config, dtype=dtype, page_size=page_size)
-        counts = [num_ranks * pages_per_rank] * len(specs)
-        torch_dtype = {KVDtype.FP32: torch.float32, KVDtype.BF16: torch.bfloat16}[dtype]
-        self.pools = make_pools(specs, counts, CPU, dtype=torch_dtype)
-        for pool in self.pools:
+        torch_dtype = torch.bfloat16 if dtype is KVDtype.BF16 else torch.float32
+        self.remote = remote
+        direct = remote is Remote.DIRECT
+        counts = [(num_ranks if direct else 1) * pages_per_rank] * len(specs)
+        # By rank, if each has its own, and by component.
+        self.pools = [
+            make_pools(specs, counts, CPU, dtype=torch_dtype)
+            for _ in range(1 if direct else num_ranks)
+        ]
+        for pool in (pool for pools in self.pools for pool in pools):
             pool.fill_nan(np.arange(pool.num_pages))
         options = ForwardOptions(
             kernels=kernels,
@@ -80,8 +91,13 @@ class Ranks:
             num_positions=NUM_POSITIONS,
         )
         self.passes = [
-            load_forward(Path(str(path)), self.config, self.pools, options)
-            for _ in range(num_ranks)
+            load_forward(Path(str(path)), self.config, self.pools[0 if direct else r], options)
+            for r in range(num_ranks)
+        ]
+        self.groups = local_groups(num_ranks, timeout_s=MEETING_S)
+        self.attentions = [
+            forward.attention if direct else self._exchanging(rank, forward)
+            for rank, forward in enumerate(self.passes)
         ]
         self.tables = RowTables(
             max_running=8, max_pages=NUM_POSITIONS // page_size + 1, num_components=len(specs)
@@ -102,7 +118,7 @@ class Ranks:
 
     def admit(self, number: int, row: Row) -> None:
         """Give a row its pages, those that it has not got yet, on their owners."""
-        for component in range(len(row.pages), len(self.pools)):
+        for component in range(len(row.pages), len(self.pools[0])):
             free = self._free[component]
             slots = [o * self.pages_per_rank + free[o].pop() for o in row.owners.tolist()]
             row.pages.append(np.array(slots, dtype=np.int64))
@@ -126,7 +142,9 @@ class Ranks:
         """Poison the window pages that no token from `end` on reads."""
         gone = max(0, end - window + 1) // self.page_size
         row = self.rows[number]
-        self.pools[WINDOW].fill_nan(row.pages[WINDOW][:gone])
+        for page in row.pages[WINDOW][:gone].tolist():
+            rank, slot = self._where(page)
+            self.pools[rank][WINDOW].fill_nan(np.array([slot]))
         row.pages[WINDOW][:gone] = [
             o * self.pages_per_rank + self._absent[o] for o in row.owners[:gone].tolist()
         ]
@@ -174,7 +192,16 @@ class Ranks:
 
     def page(self, number: int, index: int, component: int) -> torch.Tensor:
         """The elements of a row's page."""
-        return self.pools[component].buffer.data[int(self.rows[number].pages[component][index])]
+        rank, slot = self._where(int(self.rows[number].pages[component][index]))
+        return self.pools[rank][component].buffer.data[slot]
+
+    def _where(self, page: int) -> tuple[int, int]:
+        """The pools, and the slot there, of a page of this global number."""
+        return (0, page) if self.remote is Remote.DIRECT else divmod(page, self.pages_per_rank)
+
+    def _exchanging(self, rank: int, forward: ForwardPass) -> RemoteAttention:
+        pools = [RankPool(p.buffer, rank, self.pages_per_rank) for p in self.pools[rank]]
+        return RemoteAttention(forward.attention, pools, self.groups[rank], remote=self.remote)
 
     def _share(self, rank: int) -> RankShare | None:
         return RankShare(rank, self.pages_per_rank) if self.num_ranks > 1 else None
@@ -197,17 +224,31 @@ class Ranks:
             share=self.share_of(rank),
         )
         inputs, forward = self.alter(rank, built), self.passes[rank]
+        attention = self.attentions[rank]
         hooks: dict[str, Any] = {"on_layer": lambda: None}
-        if self.num_ranks > 1:
+        if self.num_ranks > 1 and self.remote is Remote.DIRECT:
             hooks["on_written"] = lambda layer: meeting(rank, layer)
         hidden = forward.model.forward(
             inputs.tokens,
             inputs.positions,
-            attention=forward.attention,
-            meta=forward.attention.plan(inputs.batches),
+            attention=attention,
+            meta=attention.plan(self._views(plan, inputs)),
             **hooks,
         )
         return inputs, forward.model.logits(hidden)
+
+    def _views(self, plan: StepPlan, inputs: StepInputs) -> Any:
+        """What attention plans by."""
+        if self.remote is Remote.DIRECT:
+            return inputs.batches
+        return build_shares(
+            plan,
+            self.tables,
+            page_size=self.page_size,
+            window=self.config.window,
+            num_ranks=self.num_ranks,
+            pages_per_rank=self.pages_per_rank,
+        )
 
     def _keep(self, parts: Sequence[tuple[StepInputs, torch.Tensor]]) -> None:
         for inputs, logits in parts:

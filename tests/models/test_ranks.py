@@ -100,7 +100,7 @@ def pages_of(ranks: Ranks, component: int) -> list[torch.Tensor]:
 
 def assert_pages_equal(ranks: Ranks, one: Ranks, *, exact: bool) -> None:
     """NaN where nothing was written, on both."""
-    for component in range(len(one.pools)):
+    for component in range(len(one.pools[0])):
         parts = zip(pages_of(ranks, component), pages_of(one, component), strict=True)
         for got, want in parts:
             assert torch.equal(got.isnan(), want.isnan()), "written where one rank does not write"

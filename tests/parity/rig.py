@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import subprocess
+import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ import torch
 
 from phloem.cache import HostTier, PrefixCache, WindowConfig, check_invariants
 from phloem.cache.components import ABSENT
+from phloem.cache.state import CacheState
 from phloem.core.clock import MonotonicClock
 from phloem.core.namespace import make_namespace
 from phloem.core.plan import PageTableUpdate, RowInit, RowPlan, StepPlan, StepResult
@@ -44,11 +47,22 @@ from phloem.core.tokens import TOKEN_BYTES, tokens_to_bytes
 from phloem.engine.build_tiers import open_storage
 from phloem.engine.identity import key_facts
 from phloem.loop import EngineLoop
+from phloem.replica import RecordReader, RecordWriter
 from phloem.sched import Scheduler, SchedulerConfig
 from phloem.tiers import StorageKeys, TierConfig, TierController
 from phloem.tiers.config import is_exclusive
 from phloem.transfer import TransferHooks
-from phloem.worker import Hooks, LoadedWorker, WorkerOptions, load_worker
+from phloem.worker import (
+    Hooks,
+    LoadedWorker,
+    RankedWorker,
+    RankHooks,
+    Replica,
+    WorkerOptions,
+    load_local_ranks,
+    load_worker,
+)
+from tests.parity.processes import load_process_ranks
 
 __all__ = ["Answer", "Cold", "Rig"]
 
@@ -65,7 +79,17 @@ def versions_of(path: Path, page_size: int, kv_dtype: str = "auto") -> Versions:
     return Versions()
 
 
-def _load(path: Path, page_size: int, num_pages: int, hooks: Hooks, **more: Any) -> LoadedWorker:
+def _load(
+    path: Path,
+    page_size: int,
+    num_pages: int,
+    hooks: Hooks,
+    *,
+    ranks: int = 1,
+    replica: Callable[[int], Replica] | None = None,
+    children: list[subprocess.Popen[bytes]] | None = None,
+    **more: Any,
+) -> LoadedWorker:
     options = WorkerOptions(
         dtype="fp32",
         page_size=page_size,
@@ -76,6 +100,10 @@ def _load(path: Path, page_size: int, num_pages: int, hooks: Hooks, **more: Any)
         hooks=hooks,
         **more,
     )
+    if children is not None:
+        return load_process_ranks(path, options, ranks, children)
+    if ranks > 1:
+        return load_local_ranks(path, options, ranks, replicas=replica)
     return load_worker(path, options)
 
 
@@ -84,6 +112,26 @@ def close_enough(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     if not len(ours):
         return True  # a page of the spine, without layers
     return bool((ours - theirs).abs().max() <= RELATIVE * theirs.abs().max())
+
+
+class _Replica(RecordReader):
+    """Made with the first record, when there is a leader to be equal to."""
+
+    def __init__(self, leader: Callable[[], PrefixCache]) -> None:
+        self._leader = leader
+
+    def apply(self, log: bytes) -> None:
+        if not hasattr(self, "_state"):
+            cache = self._leader()
+            super().__init__(
+                CacheState(
+                    cache.page_size,
+                    cache.num_pages,
+                    host_pages=cache.state.host.capacity,
+                    window=cache.window,
+                )
+            )
+        super().apply(log)
 
 
 class Versions:
@@ -171,18 +219,30 @@ class Rig:
         window_host_pages: int | None = None,
         checkpoint: int = 0,
         kernels: str = "auto",
+        ranks: int = 1,
+        placement: str = "striped",
+        processes: bool = False,
         kv_dtype: str = "auto",
     ) -> None:
+        """With `ranks`, threads of this process that share all these pages; or `processes`, of
+        which only rank 0 tells its logits, and which page it has made."""
         self.page_size = page_size
         self.versions = versions_of(path, page_size, kv_dtype)
         self._sequences: dict[int, bytearray] = {}  # tokens by serial
         self.logits: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
+        self._lock = threading.Lock()  # ranks capture at the same time
+        self._children: list[subprocess.Popen[bytes]] = []
         hooks = Hooks(capture_logits=self._capture, nan_fill=True)
+        if window_pages is not None:
+            window_pages //= ranks
         self.loaded = _load(
             path,
             page_size,
-            num_pages,
+            num_pages // ranks,
             hooks,
+            ranks=ranks,
+            replica=self._replica,
+            children=self._children if processes else None,
             inline=not overlap,
             host_pages=host_pages,
             transfer_hooks=transfer_hooks,
@@ -192,14 +252,20 @@ class Rig:
             kv_dtype=kv_dtype,
         )
         self.recorder = Recorder(self.loaded)
+        self.ranks = ranks
+        self.sees_all = not processes
         self.cache = PrefixCache(
             page_size=page_size,
-            num_pages=(num_pages,),
+            num_pages=(num_pages // ranks,) * ranks,
+            placement=placement,
             host=HostTier(pages=host_pages, exclusive=is_exclusive(num_pages, host_pages)),
             enabled=prefix_cache,
             record_freed=True,
             window=self._window(checkpoint),
         )
+        if isinstance(self.loaded.worker, RankedWorker):
+            log = RecordWriter(self.cache.leader.log, self.cache.state, digest_every=1)
+            self.loaded.worker.connect(RankHooks(log=log.take, reap=self._reap))
         config = SchedulerConfig(
             max_model_len=MAX_LEN,
             max_running=max_running,
@@ -224,6 +290,13 @@ class Rig:
                 assert self.scheduler.tiers.flush(60.0) == 0
             self.loaded.transfers.close()
 
+    def _reap(self) -> None:
+        assert all(child.wait(30) == 0 for child in self._children)
+
+    def _replica(self, _rank: int) -> Replica:
+        """A rank's copy of the cache, whose digest is compared in every step."""
+        return _Replica(lambda: self.cache)
+
     def _window(self, checkpoint: int) -> WindowConfig | None:
         model = self.loaded.config
         if model.window is None:
@@ -231,7 +304,7 @@ class Rig:
         return WindowConfig(
             tokens=model.window,
             layers=len(model.component_layers[1]),
-            pages=self.loaded.num_pages[1:],
+            pages=self.loaded.num_pages[1:] * self.ranks,
             host_pages=self.loaded.hosts[1].num_pages if self.loaded.hosts else 0,
             checkpoint=checkpoint,
         )
@@ -284,13 +357,16 @@ class Rig:
         return self.answers[request_id]
 
     def _capture(self, serial: int, start: int, logits: torch.Tensor) -> None:
-        for i, row in enumerate(logits):
-            self.logits[serial][start + i] = row.clone()
-        self._note_pages(serial, start, start + len(logits))
+        with self._lock:
+            for i, row in enumerate(logits):
+                self.logits[serial][start + i] = row.clone()
+            self._note_pages(serial, start, start + len(logits))
 
     def _note_pages(self, serial: int, start: int, end: int) -> None:
         """On the worker's thread, right after a forward pass: the pages that it has completed."""
-        init, tables = self.recorder.inits[serial], self.loaded.worker._runner._tables
+        worker = self.loaded.worker
+        own = worker._own if isinstance(worker, RankedWorker) else worker
+        init, tables = self.recorder.inits[serial], own._runner._tables
         sequence = self._sequences.setdefault(serial, bytearray(init.tokens))
         if start == len(sequence) // TOKEN_BYTES:  # a decode: its input is not in the prompt
             sequence += int(tables._last_token[init.row]).to_bytes(TOKEN_BYTES, "little")
@@ -435,7 +511,7 @@ def check_pages(rig: Rig, cold: Cold) -> int:
                     name = f"page {page} of {leaf}, component {component}, in {place}"
                     assert close_enough(held, expected), f"{name} is wrong"
                     made = rig.versions.has(component, prefix, held.numpy().tobytes())
-                    assert made, f"nobody computed {name}"
+                    assert made or not rig.sees_all, f"nobody computed {name}"
                     num_compared += 1
     return num_compared
 

@@ -210,6 +210,10 @@ class Rig:
             assert 0 <= cached <= longest
             assert cached % self.page_size == 0
 
+    def check_replicas(self) -> None:
+        """The follower, which has seen commands alone, is where the leader is."""
+        assert self.follower.digest() == self.cache.state.digest(), "replicas differ"
+
     def check_idle(self) -> None:
         """All that must hold when nothing runs, O-05's exact pages included."""
         assert self.loop.idle
@@ -219,7 +223,7 @@ class Rig:
         stats = self.loop.stats()
         sources = stats.cached_tokens_total.total + stats.computed_tokens_total
         assert sources == stats.prompt_tokens_total, "token sources do not sum to the prompts"
-        assert self.follower.digest() == self.cache.state.digest(), "replicas differ"
+        self.check_replicas()
         assert self.cache.locked_pages == 0
         self.cache.flush()
         assert self.cache.free_pages == self.cache.total_pages

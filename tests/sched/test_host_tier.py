@@ -109,6 +109,8 @@ def walk(
         elif draw < 0.34 and storage is not None and storage.pages:
             storage.lose(rng.sample(sorted(storage.pages), min(9, len(storage.pages))))
         rig.step()
+        if owners > 1:
+            rig.check_replicas()
         if number % 8 == 0:
             check_invariants(rig.cache)
     rig.run()

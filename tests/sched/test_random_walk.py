@@ -46,6 +46,8 @@ def walk(
         elif draw < 0.29:
             rig.loop.flush()
         rig.step()
+        if owners > 1:
+            rig.check_replicas()
         if number % 16 == 0:
             check_invariants(rig.cache)
     rig.run()

@@ -63,6 +63,8 @@ def walk(
         elif draw < 0.33:
             rig.cache.evict(rng.randrange(1, 10))
         rig.step()
+        if owners > 1:
+            rig.check_replicas()
         if number % 8 == 0:
             check_invariants(rig.cache)
             assert_holds_little(rig)

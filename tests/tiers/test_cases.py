@@ -79,11 +79,11 @@ def test_o02_a_host_hit_beyond_a_device_hit_leaves_the_device_pages_alone():
     rig.cache.evict(3 + 10)
     match = rig.cache.match(rig.requests["first"].namespace, rig.requests["first"].tokens)
     assert (match.num_pages, match.host_pages) == (3, 3)
-    before = rig.worker.memory[match.refs()].copy()
+    before = rig.worker.memory[0, match.refs()].copy()
     refs = match.refs().tolist()
     cached = ask(rig, "again", prompt[: 6 * 4] + prompt_of(rng, 2 * 4 + 1))
     assert (cached.device, cached.host) == (12, 12)
-    assert (rig.worker.memory[refs] == before).all()
+    assert (rig.worker.memory[0, refs] == before).all()
     rig.check_idle()
 
 
@@ -100,7 +100,7 @@ def test_o18_pages_are_copied_only_after_they_were_computed():
         for transfer in rig.transfers.log:
             if transfer.kind is TransferKind.BACKUP_HOST:
                 assert set(transfer.device.tolist()) <= computed
-                assert (rig.worker.memory[transfer.device] >= 0).all()
+                assert (rig.worker.memory[0, transfer.device] >= 0).all()
     rig.check_idle()
 
 

@@ -85,6 +85,8 @@ def walk(
         elif draw < 0.36 and not calm:
             lose_something(rig, rng)
         rig.step()
+        if owners > 1:
+            rig.check_replicas()
         if number % 8 == 0:
             check_invariants(rig.cache)
     rig.run()

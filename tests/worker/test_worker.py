@@ -125,7 +125,7 @@ def future(row: int, serial: int, start: int, index: int) -> RowPlan:
 
 
 def table(row: int, *slots: int) -> PageTableUpdate:
-    refs = np.array([make_ref(3, slot) for slot in slots], dtype=np.int64)
+    refs = np.array([make_ref(0, slot) for slot in slots], dtype=np.int64)
     return PageTableUpdate(row=row, first_page=0, refs=refs)
 
 
@@ -171,7 +171,7 @@ def test_a_wasted_row_of_an_ended_request_does_no_harm(path):
             step=3,
             rows=(chunk(0, 2, new),),
             released=(0,),
-            freed_pages=np.array([make_ref(3, 5), make_ref(3, 6)]),
+            freed_pages=np.array([make_ref(0, 5), make_ref(0, 6)]),
             admitted=(init(0, 2, new),),
             table_updates=(table(0, 6, 5),),
         ),

@@ -32,6 +32,7 @@ class _Hooks:
     def __init__(self, hooks: BuildHooks, recorder: Recorder) -> None:
         self._emit = recorder.wrap(_EMIT, hooks.emit)
         self.on_wait = hooks.on_wait
+        self.wake = hooks.wake
         self.on_layer = hooks.on_layer
         self.on_load = hooks.on_load
 

@@ -1,0 +1,75 @@
+"""Joins ranks with an engine: agreed pools, a worker of all ranks, the log that they follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from phloem.config import Config
+from phloem.core.errors import ConfigError
+from phloem.engine.build_pools import Pools
+from phloem.engine.core import BuildHooks
+from phloem.engine.loop_core import LoopCore
+from phloem.engine.ranks import Ranks
+from phloem.replica import RecordWriter
+from phloem.worker import LoadedWorker, RankedWorker, RankHooks, RankPlace, pool_layouts
+
+__all__ = ["DIGEST_EVERY", "RankBuild", "starting_ranks"]
+
+# Steps from one comparison of the ranks' caches to the next: a digest reads the whole tree.
+DIGEST_EVERY = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RankBuild:
+    """Ranks on the way to the first step. `pools`: what all of them can have."""
+
+    ranks: Ranks
+    pools: Pools
+    place: RankPlace
+
+    def joined(self, loaded: LoadedWorker) -> LoadedWorker:
+        """Rank 0 has been loaded: wait for the others, and make one worker of all."""
+        assert not isinstance(loaded.worker, RankedWorker), "one rank's own"
+        self.ranks.wait_ready(loaded)
+        return replace(loaded, worker=RankedWorker(loaded.worker, self.ranks.wires))
+
+    def connected(self, core: LoopCore, hooks: BuildHooks) -> LoopCore:
+        """The ranks follow the core's log from its beginning; the core notices their ends."""
+        worker, cache = core.worker, core.loop.scheduler.cache
+        assert isinstance(worker, RankedWorker), "made by `joined`"
+        log = RecordWriter(cache.leader.log, cache.state, digest_every=DIGEST_EVERY)
+        worker.connect(
+            RankHooks(
+                log=log.take,
+                on_failure=hooks.wake,
+                end_of=self.ranks.end_of,
+                reap=self.ranks.reap,
+            )
+        )
+        return replace(core, failure=worker.failure)
+
+
+@contextmanager
+def starting_ranks(config: Config, pools: Pools) -> Iterator[RankBuild]:
+    """Start all ranks but this one; they load while the caller does. On an error none is left.
+
+    Raises ConfigError or EngineDead if a rank cannot.
+    """
+    if config.parallel.placement == "replicate" and any(pools.host):
+        raise ConfigError(
+            "--placement replicate has no host tier: a page is loaded into one pool only; add "
+            "--host-memory 0, or use striped or contiguous"
+        )
+    ranks = Ranks(pools.num_ranks, len(pools.specs))
+    try:
+        device = ranks.start(config, pools.device)
+        pools = pools.resized(device=device)
+        place = ranks.place(
+            pool_layouts(pools.specs, device), pools.host, config.scheduler.max_running
+        )
+        yield RankBuild(ranks, pools, place)
+    except BaseException:  # also Ctrl-C while it loads: no process may be left behind
+        ranks.kill()
+        raise

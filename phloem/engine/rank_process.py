@@ -1,0 +1,146 @@
+"""The process of one rank: `python -m phloem.engine.rank_process --socket FD --seat JSON`.
+
+    reader thread    records and cancellations, the replica of the cache
+    main thread      the model
+    watch thread     ends the process soon after the leader has gone, whatever the others do
+
+The leader owns the life of this process: it ends when the wire closes. Terminal signals are the
+front's business.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+import time
+import traceback
+from dataclasses import replace
+
+from phloem.cache.placement import make_placement
+from phloem.cache.state import CacheState
+from phloem.config import Config
+from phloem.core.errors import ConfigError, EngineDead
+from phloem.engine.build import worker_options
+from phloem.engine.build_pools import Pools, plan_pools, resolve_dtype
+from phloem.engine.loop_core import window_config
+from phloem.engine.models import resolve_model
+from phloem.engine.rank_messages import (
+    RankFailed,
+    RankHello,
+    RankPages,
+    RankReady,
+    RankStart,
+    receive_start,
+)
+from phloem.engine.rank_seats import RankSeat
+from phloem.replica import RecordReader
+from phloem.worker import Follower, Hooks, InlineWorker, Wire, load_worker, packed
+
+__all__ = ["main"]
+
+logger = logging.getLogger(__name__)
+
+_ORPHAN_GRACE_S = 2.0
+
+
+def _watch(fd: int) -> None:
+    """Body of the watch thread: a step or a load that does not end must not outlive the leader."""
+    poll = select.poll()
+    poll.register(fd, select.POLLRDHUP)
+    poll.poll()
+    time.sleep(_ORPHAN_GRACE_S)
+    os._exit(1)
+
+
+class RankProcess:
+    """Loads and serves one rank."""
+
+    def __init__(self, wire: Wire, seat: RankSeat) -> None:
+        self._wire, self._seat = wire, seat
+        self._rank = seat.progress.rank
+
+    def run(self) -> int:
+        """Serve until the leader closes the wire; the exit status."""
+        try:
+            failure = self._load().serve()
+        except EngineDead:
+            return 1
+        except ConfigError as error:
+            return self._fail(str(error), config=True)
+        except Exception as error:
+            # Entry point of a process: whatever it was, the leader must hear of it in one line.
+            logger.error("rank %d failed\n%s", self._rank, traceback.format_exc())
+            text = f"rank {self._rank} failed: {type(error).__name__}: {error}"
+            return self._fail(text, config=False)
+        return 0 if failure is None else 1
+
+    def _load(self) -> Follower:
+        config = receive_start(self._wire, RankStart).config
+        logging.basicConfig(
+            level=config.runtime.log_level.upper(),
+            format=f"%(asctime)s %(levelname)s rank {self._rank}: %(message)s",
+        )
+        model = resolve_model(config.model.model)
+        dtype = resolve_dtype(config, model.path)
+        pools = plan_pools(config, model.path, dtype)
+        self._wire.send(packed(RankHello(pools.device)))
+        sizes = receive_start(self._wire, RankPages)
+        pools = pools.resized(device=sizes.device, host=sizes.host)
+        no_host = pools.resized(host=(0,) * len(pools.host))  # the leader moves all pages
+        options = worker_options(config, Hooks(), dtype, no_host, inline=True)
+        place = self._seat.take(len(sizes.device))
+        loaded = load_worker(model.path, options, place=place)
+        assert isinstance(loaded.worker, InlineWorker), "asked for"
+        follower = Follower(self._rank, self._wire, loaded.worker, _replica(config, pools))
+        gc.collect()
+        gc.freeze()
+        self._wire.send(packed(RankReady(loaded.kernels, loaded.weight_bytes)))
+        return follower
+
+    def _fail(self, message: str, *, config: bool) -> int:
+        with contextlib.suppress(OSError):
+            self._wire.send(packed(RankFailed(message, config)))
+        return 2 if config else 1
+
+
+def _replica(config: Config, pools: Pools) -> RecordReader:
+    """This rank's copy of the cache, as the leader's begins."""
+    page_size, num_ranks = config.page_size, pools.num_ranks
+    placement = make_placement(config.parallel.placement)
+    window = window_config(pools.window, num_ranks=num_ranks, page_size=page_size)
+    if window is not None:
+        window = replace(window, pages=placement.pools(window.pages))
+    state = CacheState(
+        page_size,
+        placement.pools((pools.device[0],) * num_ranks),
+        host_pages=pools.host[0],
+        window=window,
+    )
+    return RecordReader(state)
+
+
+def main() -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Started by Phloem itself, not by hand.")
+    parser.add_argument("--socket", type=int, required=True)
+    parser.add_argument("--seat", required=True)
+    args = parser.parse_args()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    threading.Thread(target=_watch, args=(args.socket,), name="watch", daemon=True).start()
+    wire = Wire(socket.socket(fileno=args.socket))
+    return RankProcess(wire, RankSeat.from_json(args.seat)).run()
+
+
+if __name__ == "__main__":
+    status = main()
+    # Threads of libraries may still run; all that has to be closed in order has been.
+    logging.shutdown()
+    os._exit(status)

@@ -1,0 +1,85 @@
+"""What a rank's process inherits: its seat at the board of progress, and memory that all map."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phloem.groups import Seat, ShmProgress, progress_seats
+from phloem.kv.layout import PageLayout
+from phloem.pools import DevicePool
+from phloem.worker import Peers, RankPlace, SampledTokens
+
+__all__ = ["RankSeat", "rank_seats", "size_memory"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSeat:
+    """Descriptors: plain numbers, that travel as JSON. `pools`: by component."""
+
+    progress: Seat
+    pools: tuple[int, ...]
+    sampled: int
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        return (*self.progress.fds, *self.pools, self.sampled)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RankSeat:
+        fields = json.loads(text)
+        seat = fields["progress"]
+        return cls(
+            progress=Seat(**(seat | {"bells": tuple(seat["bells"])})),
+            pools=tuple(fields["pools"]),
+            sampled=fields["sampled"],
+        )
+
+    def take(self, num_components: int) -> RankPlace:
+        """Map everything, once it has its size; the descriptors are given back."""
+        pools = [_mapped(fd) for fd in self.pools[:num_components]]
+        for fd in self.pools[num_components:]:
+            os.close(fd)
+        return RankPlace(
+            peers=Peers(ShmProgress(self.progress)),
+            pools=tuple(pools),
+            sampled=_mapped(self.sampled),
+        )
+
+    def close(self) -> None:
+        """Give this process's copies back."""
+        for fd in self.fds:
+            os.close(fd)
+
+
+def rank_seats(size: int, num_components: int) -> list[RankSeat]:
+    """One per rank. The memory is empty until `size_memory`. The caller owns the descriptors."""
+    pools = [os.memfd_create("phloem-pages", os.MFD_CLOEXEC) for _ in range(num_components)]
+    sampled = os.memfd_create("phloem-sampled", os.MFD_CLOEXEC)
+    seats = [
+        RankSeat(progress=seat, pools=tuple(os.dup(fd) for fd in pools), sampled=os.dup(sampled))
+        for seat in progress_seats(size)
+    ]
+    for fd in (*pools, sampled):
+        os.close(fd)
+    return seats
+
+
+def size_memory(seat: RankSeat, layouts: Sequence[PageLayout], max_running: int) -> None:
+    """Give the shared memory its size, for all ranks; it is zero, and costs nothing until used."""
+    for fd, layout in zip(seat.pools, layouts, strict=True):
+        os.ftruncate(fd, DevicePool.shared_bytes(layout, seat.progress.size) or 1)
+    os.ftruncate(seat.sampled, SampledTokens.num_bytes(max_running))
+
+
+def _mapped(fd: int) -> mmap.mmap:
+    memory = mmap.mmap(fd, 0)
+    os.close(fd)
+    return memory

@@ -1,0 +1,146 @@
+"""The other ranks as the leader sees them: started, loaded, watched and ended.
+
+One process each. It ends by itself when its wire closes, so nothing is left behind however the
+leader ends; and a rank that dies closes its wire and its doorbells, which the leader and the others
+see at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from phloem.config import Config
+from phloem.core.errors import ConfigError, EngineDead
+from phloem.engine.rank_messages import RankHello, RankPages, RankReady, RankStart, receive
+from phloem.engine.rank_seats import RankSeat, rank_seats, size_memory
+from phloem.kv.layout import PageLayout
+from phloem.worker import LoadedWorker, RankPlace, Wire, packed
+
+__all__ = ["Ranks"]
+
+logger = logging.getLogger(__name__)
+
+END_GRACE_S = 3.0  # a rank that runs gives up at its next layer
+_EXIT_S = 1.0  # from a closed wire to an exit status
+
+MessageT = TypeVar("MessageT")
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    process: subprocess.Popen[bytes]
+    wire: Wire
+
+
+class Ranks:
+    """Ranks 1 ... size - 1, and the seat of rank 0. Owns the processes until `reap`."""
+
+    def __init__(self, size: int, num_components: int) -> None:
+        """Start the processes; they wait for `start`."""
+        seats = rank_seats(size, num_components)
+        self._own: RankSeat = seats[0]
+        self._ranks: dict[int, _Rank] = {}
+        try:
+            for rank, seat in enumerate(seats[1:], 1):
+                self._ranks[rank] = _spawn(rank, seat)
+        finally:
+            for seat in seats[1:]:
+                seat.close()
+
+    @property
+    def wires(self) -> list[Wire]:
+        """In order of rank, from rank 1 on; handed over with the first step."""
+        return [rank.wire for rank in self._ranks.values()]
+
+    @property
+    def pids(self) -> list[int]:
+        return [rank.process.pid for rank in self._ranks.values()]
+
+    def start(self, config: Config, own_pages: Sequence[int]) -> tuple[int, ...]:
+        """Say what to load. The pages that every rank can have, this one (`own_pages`) included.
+
+        Raises ConfigError or EngineDead if a rank cannot.
+        """
+        for each in self._ranks.values():
+            each.wire.send(packed(RankStart(config)))
+        pages = [own_pages, *(self._await(rank, RankHello).pages for rank in self._ranks)]
+        return tuple(min(counts) for counts in zip(*pages, strict=True))
+
+    def place(
+        self, layouts: Sequence[PageLayout], host_pages: tuple[int, ...], max_running: int
+    ) -> RankPlace:
+        """Give the shared memory its size, let the ranks load, and take rank 0's place."""
+        size_memory(self._own, layouts, max_running)
+        device = tuple(layout.num_pages for layout in layouts)
+        for each in self._ranks.values():
+            each.wire.send(packed(RankPages(device, host_pages)))
+        return self._own.take(len(layouts))
+
+    def wait_ready(self, own: LoadedWorker) -> None:
+        """Return when all have loaded what rank 0 has. Raises ConfigError or EngineDead if not."""
+        mine = RankReady(own.kernels, own.weight_bytes)
+        for rank in self._ranks:
+            theirs = self._await(rank, RankReady)
+            if theirs != mine:
+                raise ConfigError(f"rank {rank} has loaded {theirs}, but rank 0 {mine}")
+
+    def _await(self, rank: int, kind: type[MessageT]) -> MessageT:
+        message = receive(self._ranks[rank].wire, kind)
+        if message is None:
+            raise EngineDead(f"rank {rank} failed while it was loading: {self.end_of(rank)}")
+        return message
+
+    def end_of(self, rank: int) -> str:
+        """How a rank whose wire has closed came to its end. Waits a moment for it."""
+        process = self._ranks[rank].process
+        try:
+            code = process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            return "its connection has closed"
+        if code < 0:
+            return f"its process was killed by {signal.Signals(-code).name}"
+        return f"its process ended with status {code}"
+
+    def reap(self, grace_s: float = END_GRACE_S) -> None:
+        """Wait for the ends of all, whose wires are closed; kill what is left after `grace_s`."""
+        deadline_s = time.monotonic() + grace_s
+        for rank, each in self._ranks.items():
+            try:
+                each.process.wait(max(0.0, deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                logger.warning("rank %d does not end; killing it", rank)
+                each.process.kill()
+                each.process.wait()
+
+    def kill(self) -> None:
+        """End all at once, and give everything back: after an error before the first step."""
+        for each in self._ranks.values():
+            each.process.kill()
+            each.process.wait()
+            each.wire.close()
+
+
+def _spawn(rank: int, seat: RankSeat) -> _Rank:
+    ours, theirs = socket.socketpair()
+    # The child finds modules exactly where this process does; see `EngineProcess`.
+    search = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    command = [sys.executable, "-P", "-m", "phloem.engine.rank_process"]
+    command += ["--socket", str(theirs.fileno()), "--seat", seat.to_json()]
+    with theirs:
+        process = subprocess.Popen(
+            command,
+            pass_fds=(theirs.fileno(), *seat.fds),
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": search},
+        )
+    logger.debug("rank %d is process %d", rank, process.pid)
+    return _Rank(process, Wire(ours))

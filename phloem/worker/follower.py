@@ -1,0 +1,113 @@
+"""A rank that is not the leader: runs the plans that it is sent, and keeps a copy of the cache.
+
+reader thread   records: the plan to the runner, then the log to the replica; cancellations
+caller's        the runner, one plan after the other; results go up
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from typing import Protocol
+
+from phloem.core.errors import GroupError, PhloemError
+from phloem.core.plan import StepPlan
+from phloem.worker.torch_worker import InlineWorker
+from phloem.worker.wire import Cancel, Done, Failed, Step, Wire, packed
+
+__all__ = ["Follower", "NoReplica", "Replica"]
+
+logger = logging.getLogger(__name__)
+
+
+class Replica(Protocol):
+    """This rank's copy of the replicated state."""
+
+    def apply(self, log: bytes) -> None:
+        """Carry out the commands of one record."""
+        ...
+
+    def digest(self) -> str:
+        """A fingerprint of all of it."""
+        ...
+
+
+class NoReplica:
+    """Of a rank that is told nothing about the cache."""
+
+    def apply(self, log: bytes) -> None:
+        """There are no commands."""
+        assert not log, "a log came to a rank without a replica"
+
+    def digest(self) -> str:
+        return ""
+
+
+class Follower:
+    """Owns the wire and the worker."""
+
+    def __init__(self, rank: int, wire: Wire, worker: InlineWorker, replica: Replica) -> None:
+        self._rank, self._wire, self._worker, self._replica = rank, wire, worker, replica
+        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._failing = threading.Lock()
+        self._failure: str | None = None  # set once the leader has been told
+
+    def serve(self) -> str | None:
+        """Run plans until the leader closes the wire; why not to its end, if something failed."""
+        reader = threading.Thread(target=self._read, name=f"phloem-rank{self._rank}", daemon=True)
+        reader.start()
+        try:
+            while (plan := self._plans.get()) is not None and self._failure is None:
+                self._worker.submit(plan)
+                self._send(packed(Done(self._worker.collect())))
+        except Exception as error:  # the rank's entry point: the leader hears of it
+            self._fail(error)
+        finally:
+            self._worker.close()
+            self._wire.shut()
+            reader.join()
+            self._wire.close()
+        return self._failure
+
+    def _read(self) -> None:
+        try:
+            for message in self._wire.down():
+                match message:
+                    case Step():
+                        self._plans.put(message.plan)
+                        self._take_log(message)
+                    case Cancel():
+                        self._worker.cancel(message.serial)
+        except Exception as error:  # as above
+            self._fail(error)
+        self._worker.stop()
+        self._plans.put(None)
+
+    def _take_log(self, record: Step) -> None:
+        self._replica.apply(record.log)
+        if record.digest is not None and (mine := self._replica.digest()) != record.digest:
+            step = record.plan.step
+            raise GroupError(
+                f"its cache differs from the leader's at step {step}: the leader's digest is "
+                f"{record.digest}, its own {mine}",
+                ranks=(self._rank,),
+            )
+
+    def _fail(self, error: Exception) -> None:
+        """Tell the leader, once, before the wire may be closed."""
+        with self._failing:
+            if self._failure is not None:
+                return
+            known = isinstance(error, PhloemError)
+            text = str(error) if known else f"{type(error).__name__}: {error}"
+            if not known:
+                logger.error("rank %d failed", self._rank, exc_info=error)
+            of_others = isinstance(error, GroupError) and self._rank not in error.ranks
+            self._send(packed(Failed(text, hearsay=of_others)))
+            self._failure = text
+
+    def _send(self, frame: bytes) -> None:
+        with contextlib.suppress(OSError):  # the leader is gone: the reader has seen it
+            self._wire.send(frame)

@@ -1,0 +1,84 @@
+"""The other ranks of a step, as one rank's runner sees them.
+
+    begin(s)        all have finished step s - 1: pages that it freed may be written again, and the
+                    tokens that it sampled are there
+    written(s, l)   this rank has written its pages of layer l; returns when all have
+    finished(s)     this rank reads no page of step s any more
+
+A rank that has nothing to compute in a step finishes it at once, and nobody waits for its layers.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from phloem.groups import LAST_LAYER, Progress
+
+__all__ = ["PATIENCE_S", "Peers", "RankPlace"]
+
+# A rank that posts no layer for so long has hung. One that has died is noticed at once.
+PATIENCE_S = 120.0
+
+
+class Peers:
+    """Over a board of progress, which it owns. Belongs to the thread that runs the steps."""
+
+    def __init__(self, board: Progress, *, patience_s: float = PATIENCE_S) -> None:
+        self._board = board
+        self._patience_s = patience_s
+        self._others = tuple(r for r in range(board.size) if r != board.rank)
+        self._last_step = -1  # that this rank has finished
+
+    @property
+    def rank(self) -> int:
+        return self._board.rank
+
+    @property
+    def size(self) -> int:
+        return self._board.size
+
+    def tell(self, on_move: Callable[[], None]) -> None:
+        """Call `on_move` now and then while this rank waits for others that go on."""
+        self._board.on_move = on_move
+
+    def begin(self, step: int) -> None:
+        """Return when every rank has finished the step before. GroupError if one will not."""
+        assert step > self._last_step, f"step {step} after step {self._last_step}"
+        if self._last_step >= 0:
+            self._await(self._last_step, LAST_LAYER)
+
+    def written(self, step: int, layer: int) -> None:
+        """This rank's pages of `layer` may be read; return when those of all others may."""
+        self._board.post(step, layer)
+        self._await(step, layer)
+
+    def post(self, step: int, layer: int) -> None:
+        """The same, of a rank that reads none."""
+        self._board.post(step, layer)
+
+    def finished(self, step: int) -> None:
+        """This rank is done with `step`."""
+        self._board.post(step, LAST_LAYER)
+        self._last_step = step
+
+    def leave(self) -> None:
+        """Others that wait for this rank are told. Idempotent."""
+        self._board.close()
+
+    def _await(self, step: int, layer: int) -> None:
+        for rank in self._others:
+            self._board.wait_for(rank, step, layer, self._patience_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Where a worker stands among several: its peers, and the memory that it shares with them.
+
+    `pools`: of each component, `DevicePool.shared_bytes`; `sampled`: `SampledTokens.num_bytes`.
+    """
+
+    peers: Peers
+    pools: tuple[mmap.mmap, ...]
+    sampled: mmap.mmap

@@ -1,0 +1,244 @@
+"""One worker of several ranks: every plan goes to all of them, one result comes back.
+
+submit(plan) --+--> rank 1 ... N-1   one record each: the plan and the log since the last one
+               `--> rank 0           the leader's own worker
+collect() <------- all results of the step, merged in the order of the plan's rows
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from phloem.core.errors import EngineDead, GroupError
+from phloem.core.plan import RowPlan, RowResult, StepPlan, StepResult
+from phloem.core.refs import PageRef
+from phloem.worker.peers import PATIENCE_S
+from phloem.worker.torch_worker import InlineWorker, TorchWorker
+from phloem.worker.wire import Cancel, Done, Step, Up, Wire, packed
+
+__all__ = ["Log", "RankHooks", "RankedWorker", "merged"]
+
+# Who is to blame is known at once where the rank can say so itself; so long it may take.
+_BLAME_S = 1.0
+
+
+def _no_log() -> tuple[bytes, str | None]:
+    return b"", None
+
+
+def _unnoticed() -> None:
+    """Nobody waits for it."""
+
+
+def _gone(_rank: int) -> str:
+    return "its connection has closed"
+
+
+Log = Callable[[], tuple[bytes, str | None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHooks:
+    """What joins the ranks with the rest.
+
+    `log`: the commands since its last call, and the digest of the state after them where it is time
+    to compare. `on_failure`: called from any thread when a rank has failed, also where no step is
+    in flight. `end_of(rank)`: how a rank that is gone came to its end. `reap`: called once all have
+    been told to end; no rank lives on when it returns.
+    """
+
+    log: Log = _no_log
+    on_failure: Callable[[], None] = _unnoticed
+    end_of: Callable[[int], str] = _gone
+    reap: Callable[[], None] = _unnoticed
+
+
+class RankedWorker:
+    """A `Worker`. Owns the leader's own worker and the wires; `wires[i]` leads to rank i + 1."""
+
+    def __init__(
+        self,
+        own: TorchWorker | InlineWorker,
+        wires: Sequence[Wire],
+        hooks: RankHooks | None = None,
+    ) -> None:
+        self._own = own
+        self._wires = {rank: wire for rank, wire in enumerate(wires, 1)}
+        self._hooks = hooks or RankHooks()
+        self._plans: deque[StepPlan] = deque()  # in flight
+        self._changed = threading.Condition()
+        # All below: under _changed.
+        self._done: dict[int, deque[StepResult]] = {rank: deque() for rank in self._wires}
+        self._failures: dict[int, str] = {}  # what is wrong with a rank
+        self._hearsay: list[str] = []  # what other ranks say of it
+        self._closing = False
+        self._readers = [
+            threading.Thread(
+                target=self._read, args=pair, name=f"phloem-from{pair[0]}", daemon=True
+            )
+            for pair in self._wires.items()
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def failure(self) -> str | None:
+        """Why no step can be run any more; None while all ranks are well.
+
+        Waits a moment for the rank that is to blame, if only others have complained of it.
+        """
+        with self._changed:
+            if not self._failures and not self._hearsay:
+                return None
+            return self._verdict(self._hearsay)
+
+    def _verdict(self, otherwise: Sequence[str]) -> str:
+        """Under _changed."""
+        self._changed.wait_for(lambda: bool(self._failures), _BLAME_S)
+        return next(iter((*self._failures.values(), *otherwise)))
+
+    @property
+    def messages(self) -> Mapping[int, int]:
+        """How many messages each rank has been sent."""
+        return {rank: wire.sent for rank, wire in self._wires.items()}
+
+    def connect(self, hooks: RankHooks) -> None:
+        """Where the log comes from and failures go to; before the first plan."""
+        assert not self._plans, "a plan is in flight"
+        self._hooks = hooks
+
+    def submit(self, plan: StepPlan) -> None:
+        self._check()
+        self._plans.append(plan)
+        log, digest = self._hooks.log()
+        frame = packed(Step(plan, log, digest))
+        for rank, wire in self._wires.items():
+            try:
+                wire.send(frame)
+            except OSError as error:
+                self._fail(rank, f"it takes no more plans ({error.strerror or error})")
+        self._own.submit(plan)
+
+    def wait(self, timeout_s: float) -> bool:
+        deadline_s = time.monotonic() + timeout_s
+        if not self._own.wait(timeout_s):
+            return False
+        with self._changed:
+            return self._changed.wait_for(self._settled, max(0.0, deadline_s - time.monotonic()))
+
+    def collect(self) -> StepResult:
+        """See `Worker.collect`. Raises EngineDead, which names the rank, if one has failed."""
+        plan = self._plans.popleft()
+        try:
+            own = self._own.collect()
+        except GroupError as error:
+            raise EngineDead(self._blame(error)) from None
+        with self._changed:
+            if not self._changed.wait_for(self._settled, PATIENCE_S):
+                late = next(rank for rank, results in self._done.items() if not results)
+                raise EngineDead(f"rank {late} does not report the end of step {plan.step}")
+        self._check()
+        with self._changed:
+            results = [own, *(results.popleft() for results in self._done.values())]
+        return merged(plan, results)
+
+    def cancel(self, serial: int) -> None:
+        frame = packed(Cancel(serial))
+        for wire in self._wires.values():
+            with contextlib.suppress(OSError):  # its end shows where it is waited for
+                wire.send(frame)
+        self._own.cancel(serial)
+
+    def read_page(self, ref: PageRef, component: int = 0) -> bytes:
+        """A copy of a page's bytes, whoever owns it; no plan may be in flight."""
+        return self._own.read_page(ref, component)
+
+    def stop(self) -> None:
+        """Let all ranks give up what they run, and end. Returns at once; idempotent."""
+        with self._changed:
+            self._closing = True
+        self._own.stop()
+        for wire in self._wires.values():
+            wire.shut()
+
+    def close(self) -> None:
+        """`stop`, wait for the ends of all, and give everything back."""
+        self.stop()
+        self._hooks.reap()
+        self._own.close()
+        for reader, wire in zip(self._readers, self._wires.values(), strict=True):
+            reader.join()
+            wire.close()
+
+    # -- from the ranks; on the readers' threads
+
+    def _read(self, rank: int, wire: Wire) -> None:
+        for message in wire.up():
+            self._take(rank, message)
+        with self._changed:
+            closing, known = self._closing, rank in self._failures
+        if not closing and not known:
+            self._fail(rank, self._hooks.end_of(rank))
+
+    def _take(self, rank: int, message: Up) -> None:
+        if isinstance(message, Done):
+            with self._changed:
+                self._done[rank].append(message.result)
+                self._changed.notify_all()
+            return
+        if message.hearsay:
+            with self._changed:
+                self._hearsay.append(f"rank {rank}: {message.message}")
+                self._changed.notify_all()
+            self._hooks.on_failure()
+            return
+        self._fail(rank, message.message)
+
+    def _fail(self, rank: int, why: str) -> None:
+        with self._changed:
+            self._failures.setdefault(rank, f"rank {rank} failed: {why}")
+            self._changed.notify_all()
+        self._hooks.on_failure()
+
+    def _settled(self) -> bool:
+        """Under _changed: whether `collect` need not wait for another rank."""
+        return bool(self._failures or self._hearsay) or all(self._done.values())
+
+    def _check(self) -> None:
+        failure = self.failure()
+        if failure is not None:
+            raise EngineDead(failure)
+
+    def _blame(self, error: GroupError) -> str:
+        """What the rank that the leader missed says itself, or what was seen of it."""
+        with self._changed:
+            return self._verdict([str(error)])
+
+
+def merged(plan: StepPlan, results: Sequence[StepResult]) -> StepResult:
+    """One result of all ranks. A row is reported by the rank that samples it; where a step was
+    given up, by others too, and then what was sampled counts."""
+    rows: dict[tuple[int, int], RowResult] = {}
+    for result in results:
+        assert result.step == plan.step, f"step {result.step} came before step {plan.step}"
+        for row in result.rows:
+            key = (row.row, row.serial)
+            if key not in rows or rows[key].error is not None:
+                rows[key] = row
+    return StepResult(
+        step=plan.step,
+        rows=tuple(_sampled(row, rows) for row in plan.rows if row.sample),
+        compute_s=max(result.compute_s for result in results),
+        load_wait_s=results[0].load_wait_s,
+    )
+
+
+def _sampled(row: RowPlan, rows: Mapping[tuple[int, int], RowResult]) -> RowResult:
+    found = rows.get((row.row, row.serial))
+    if found is None:
+        raise GroupError(f"no rank has sampled row {row.row} of serial {row.serial}")
+    return found

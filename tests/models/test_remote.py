@@ -1,0 +1,85 @@
+"""Ranks that keep their pages to themselves, and send pages or queries, equal one rank.
+
+Red if a page or a query that is needed does not travel, if what comes is put in a wrong place, if
+parts are merged with a wrong weight or one part twice, or if a page travels before it was written.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from phloem.attention import bands, gather_plan
+from phloem.core.remote import Remote
+from tests.models.ranks import Ranks, Row
+from tests.models.test_against_transformers import TOLERANCE, prompt, relative_error
+from tests.models.test_ranks import (
+    LATENT,
+    LENGTHS,
+    admit_rows,
+    assert_pages_equal,
+    compute,
+    kernels,
+    owners,
+    path,
+)
+
+__all__ = ["kernels", "path"]
+
+WAYS = (Remote.GATHER_KV, Remote.SEND_Q)
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way.value)
+def remote(request):
+    return request.param
+
+
+def assert_equal(ranks: Ranks, one: Ranks, kind: str) -> None:
+    for each in (one, ranks):
+        admit_rows(each, kind)
+        compute(each, seed=ranks.page_size)
+    for number, length in enumerate(LENGTHS):
+        got, want = ranks.row_logits(number), one.row_logits(number)
+        assert len(got) == length
+        assert relative_error(got, want) < TOLERANCE
+    assert_pages_equal(ranks, one, exact=False)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "mistral"])
+@pytest.mark.parametrize(
+    ("page_size", "num_ranks", "kind"),
+    [(1, 2, "random"), (4, 2, "striped"), (4, 4, "random"), (16, 4, "striped")],
+)
+def test_ranks_equal_one_rank(path, family, page_size, num_ranks, kind, kernels, remote):
+    """Chunks whose borders lie anywhere, decodes, windows that slide; and the same pages."""
+    one = Ranks(path(family), 1, page_size=page_size, kernels=kernels)
+    ranks = Ranks(path(family), num_ranks, page_size=page_size, kernels=kernels, remote=remote)
+    assert_equal(ranks, one, kind)
+
+
+@pytest.mark.parametrize("family", LATENT)
+@pytest.mark.parametrize(("page_size", "num_ranks", "kind"), [(4, 2, "striped"), (1, 4, "random")])
+@pytest.mark.parametrize("ops", ["torch", "reference"])
+def test_latents_travel_too(path, family, page_size, num_ranks, kind, ops, remote, monkeypatch):
+    monkeypatch.setattr(gather_plan, "CONTEXT_BLOCK_TOKENS", 13)
+    monkeypatch.setattr(bands, "FULL_BAND", 5)
+    one = Ranks(path(family), 1, page_size=page_size, kernels=ops)
+    ranks = Ranks(path(family), num_ranks, page_size=page_size, kernels=ops, remote=remote)
+    assert_equal(ranks, one, kind)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_a_restart_lower_down(path, family, kernels, remote):
+    answers = []
+    for num_ranks in (1, 2):
+        way = remote if num_ranks > 1 else Remote.DIRECT
+        ranks = Ranks(path(family), num_ranks, page_size=4, kernels=kernels, remote=way)
+        ids, kept, start = prompt(100), 18, 4
+        ranks.admit(0, Row(ids, owners("striped", num_ranks, 25, 0)))
+        ranks.step(ranks.chunk(0, 0, 72))
+        ranks.restart(1, ids, kept=kept, start=start, source=0)
+        for low, high in ((16, 50), (50, 77), (77, 100)):
+            ranks.step(ranks.chunk(1, low, high))
+        answers.append(ranks)
+    one, two = answers
+    assert relative_error(two.row_logits(1), one.row_logits(1)) < TOLERANCE
+    assert_pages_equal(two, one, exact=False)
