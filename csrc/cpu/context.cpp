@@ -5,12 +5,14 @@
 #include <cstdlib>
 #include <new>
 
+#include "processor.h"
+
 namespace phloem {
 namespace {
 
 thread_local char error_text[256];
 
-// AVX-512 is compiled from the same source but has not run on such a machine yet: only on request.
+// Beyond this one nothing has run on a real machine: whoever wants more runs phloem_self_test first.
 constexpr int32_t kBestProvenIsa = PHLOEM_ISA_AVX2;
 
 }  // namespace
@@ -37,48 +39,88 @@ void *Buffer::reserve(int64_t bytes) {
     return data_;
 }
 
-const Kernels *kernels_of(int32_t isa) {
+namespace {
+
+bool present(int32_t isa) {
+#if defined(PHLOEM_EMULATE)
+    return isa >= 0 && isa < PHLOEM_NUM_ISAS && isa != PHLOEM_ISA_AVX512 &&
+           (isa == PHLOEM_ISA_PLAIN || cpu_features().avx2);
+#else
+    const CpuFeatures &cpu = cpu_features();
     switch (isa) {
-        case PHLOEM_ISA_PLAIN: return &kKernelsPlain;
+        case PHLOEM_ISA_PLAIN: return true;
 #if defined(PHLOEM_HAVE_X86)
-        case PHLOEM_ISA_AVX2:
-            return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                           __builtin_cpu_supports("f16c")
-                       ? &kKernelsAvx2
-                       : nullptr;
-        case PHLOEM_ISA_AVX512:
-            return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                           __builtin_cpu_supports("avx512dq") &&
-                           __builtin_cpu_supports("avx512vl") &&
-                           __builtin_cpu_supports("f16c")
-                       ? &kKernelsAvx512
-                       : nullptr;
+        case PHLOEM_ISA_AVX2: return cpu.avx2;
+        case PHLOEM_ISA_AVX512: return cpu.avx512;
 #endif
-        default: return nullptr;
+#if defined(PHLOEM_HAVE_AVX512BF16)
+        case PHLOEM_ISA_AVX512BF16: return cpu.avx512bf16;
+#endif
+#if defined(PHLOEM_HAVE_AMX)
+        case PHLOEM_ISA_AMX: return cpu.amx;
+#endif
+        default: return (void)cpu, false;
     }
+#endif
 }
+
+bool tiles_allowed() {
+#if defined(PHLOEM_EMULATE)
+    return true;
+#else
+    return tiles_granted();
+#endif
+}
+
+// The kernels of an instruction set that is present.
+const Kernels *kernels_of(int32_t isa) {
+#if defined(PHLOEM_EMULATE)
+    return isa == PHLOEM_ISA_PLAIN ? &kKernelsPlain : &kKernelsAvx2;
+#elif defined(PHLOEM_HAVE_X86)
+    if (isa >= PHLOEM_ISA_AVX512) return &kKernelsAvx512;
+    if (isa == PHLOEM_ISA_AVX2) return &kKernelsAvx2;
+#endif
+    return (void)isa, &kKernelsPlain;
+}
+
+const Bf16Kernels *bf16_of(int32_t isa) {
+#if defined(PHLOEM_HAVE_AVX512BF16)
+    if (isa == PHLOEM_ISA_AVX512BF16) return &kBf16Avx512;
+#endif
+#if defined(PHLOEM_HAVE_AMX)
+    if (isa == PHLOEM_ISA_AMX) return &kBf16Amx;
+#endif
+    return (void)isa, nullptr;
+}
+
+}  // namespace
 
 }  // namespace phloem
 
 phloem_ctx::phloem_ctx(int32_t isa_, int num_threads)
-    : isa(isa_), kernels(phloem::kernels_of(isa_)), pool(num_threads) {}
+    : isa(isa_), kernels(phloem::kernels_of(isa_)), bf16(phloem::bf16_of(isa_)),
+      pool(num_threads) {}
 
 extern "C" {
 
 int32_t phloem_abi_version(void) { return PHLOEM_ABI_VERSION; }
 const char *phloem_last_error(void) { return phloem::error_text; }
 
-int32_t phloem_isa_supported(int32_t isa) { return phloem::kernels_of(isa) != nullptr; }
+int32_t phloem_isa_supported(int32_t isa) { return phloem::present(isa); }
 
 int32_t phloem_best_isa(void) {
     int32_t isa = phloem::kBestProvenIsa;
-    while (isa > 0 && !phloem::kernels_of(isa)) --isa;
+    while (isa > 0 && !phloem::present(isa)) --isa;
     return isa;
 }
 
 phloem_ctx *phloem_ctx_create(int32_t isa, int32_t num_threads) {
-    if (!phloem::kernels_of(isa)) {
+    if (!phloem::present(isa)) {
         phloem::fail(PHLOEM_E_ISA, "instruction set %d is not supported here", isa);
+        return nullptr;
+    }
+    if (isa == PHLOEM_ISA_AMX && !phloem::tiles_allowed()) {
+        phloem::fail(PHLOEM_E_ISA, "the system refuses AMX tiles to this process");
         return nullptr;
     }
     if (num_threads < 1 || num_threads > 1024) {

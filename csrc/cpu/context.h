@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "bf16.h"
 #include "kernels.h"
 #include "threads.h"
 
@@ -46,6 +47,7 @@ struct phloem_ctx {
 
     int32_t isa;
     const phloem::Kernels *kernels;
+    const phloem::Bf16Kernels *bf16;  // nullptr: bf16 weights are widened
     phloem::ThreadPool pool;
     phloem::Buffer x, xq, scratch, parts, normed, qkv, activation;
     std::vector<phloem::AttentionItem> items;
@@ -55,7 +57,6 @@ struct phloem_ctx {
 namespace phloem {
 
 int32_t fail(int32_t code, const char *format, ...) __attribute__((format(printf, 2, 3)));
-const Kernels *kernels_of(int32_t isa);  // nullptr: not compiled in, or not this processor's
 
 int32_t check_weight(const phloem_weight &w);
 // `window` of the layers that the batch is for: what a row reads must lie in its table.

@@ -10,6 +10,7 @@ namespace {
 constexpr double kBytesPerUs = 9e3, kFlopsPerUs = 6e4, kTaskUs = 25;
 constexpr int64_t kManyRows = 256;      // from here on tasks cut rows too
 constexpr int64_t kRowsCacheBytes = 192 << 10;  // activations of a task, in L2
+constexpr int64_t kLeastRows = 96;      // of a task, or a panel is read for too few of them
 constexpr int64_t kAloneElements = 4096;        // activations converted by the caller alone
 
 double weight_bytes(const phloem_weight &w) {
@@ -26,6 +27,9 @@ struct Gemm {
 
     Gemm(phloem_ctx &c, const phloem_gemm_args &a)
         : ctx(c), args(a), w(*a.w), panels(ceil_div(a.w->n, kPanelColumns)) {}
+
+    // Whether activations become bf16.
+    bool rounds() const { return ctx.bf16 && w.format == PHLOEM_W_BF16; }
 
     GemmTask task(const float *x, int64_t x_stride, int64_t row0, int64_t rows) const {
         GemmTask t{};
@@ -47,9 +51,10 @@ struct Gemm {
 
     // Panel pairs of one task so that it takes about kTaskUs.
     int64_t pairs_per_task() const {
+        const double flops_per_us = rounds() ? ctx.bf16->flops_per_us : kFlopsPerUs;
         const double columns = 2.0 * kPanelColumns * w.k;
         const double us = columns * weight_bytes(w) / kBytesPerUs +
-                          columns * 2.0 * (args.m - 1) / kFlopsPerUs;
+                          columns * 2.0 * (args.m - 1) / flops_per_us;
         return std::max<int64_t>(1, (int64_t)(kTaskUs / us));
     }
 
@@ -90,15 +95,15 @@ struct Gemm {
 
     // Rows of one task: their activations (row_bytes each) stay in the cache, and there are enough
     // tasks for all threads.
-    int64_t rows_per_task(int64_t row_bytes) const {
-        const int64_t tile = ctx.kernels->rows_per_tile;
-        const int64_t rows = std::max(kRowsCacheBytes / row_bytes, 16 * tile) / tile * tile;
-        const int64_t most = ceil_div(args.m, 4 * ctx.pool.size());
+    int64_t rows_per_task(int64_t row_bytes, int64_t tile, int64_t tasks_per_thread = 4) const {
+        const int64_t least = std::max<int64_t>(kLeastRows / tile, 1) * tile;
+        const int64_t rows = std::max(kRowsCacheBytes / row_bytes / tile * tile, least);
+        const int64_t most = ceil_div(args.m, tasks_per_thread * ctx.pool.size());
         return std::max(tile, std::min(rows, ceil_div(most, tile) * tile));
     }
 
     void many_rows() const {
-        const int64_t k = w.k, rows = rows_per_task(k * 4);
+        const int64_t k = w.k, rows = rows_per_task(k * 4, ctx.kernels->rows_per_tile);
         float *scratch = ctx.scratch.get<float>(ctx.pool.size() * rows * k);
         ctx.pool.run(ceil_div(args.m, rows), [&](int64_t i, int thread) {
             const int64_t row0 = i * rows, n = std::min(rows, args.m - row0);
@@ -115,6 +120,61 @@ struct Gemm {
             GemmTask t = task(x, stride, row0, n);
             t.panel1 = panels;
             ctx.kernels->gemm(t);
+        });
+    }
+
+    int64_t padded_k() const { return ceil_div(w.k, kBf16Depth) * kBf16Depth; }
+
+    // Rows row0 ... row0 + rows - 1 as bf16, in `out` or, if they are such rows, where they are.
+    const uint16_t *round_rows(int64_t row0, int64_t rows, uint16_t *out, int64_t *stride) const {
+        const char *x = (const char *)args.x + row0 * args.x_stride * dtype_bytes(args.x_dtype);
+        if (rounded_already()) {
+            *stride = args.x_stride;
+            return (const uint16_t *)x;
+        }
+        *stride = padded_k();
+        for (int64_t r = 0; r < rows; ++r)
+            ctx.bf16->round(x + r * args.x_stride * dtype_bytes(args.x_dtype), args.x_dtype, w.k,
+                            out + r * padded_k());
+        return out;
+    }
+    bool rounded_already() const { return args.x_dtype == PHLOEM_BF16 && w.k == padded_k(); }
+
+    void few_rows_bf16() const {
+        uint16_t *x = nullptr;
+        if (!rounded_already()) {
+            x = (uint16_t *)ctx.xq.get<char>(args.m * padded_k() * 2);
+            const int64_t rows = std::max<int64_t>(1, kAloneElements / w.k);
+            ctx.pool.run(ceil_div(args.m, rows), [&](int64_t i, int) {
+                int64_t stride;
+                round_rows(i * rows, std::min(rows, args.m - i * rows),
+                           x + i * rows * padded_k(), &stride);
+            });
+        }
+        const int64_t stride = x ? padded_k() : args.x_stride;
+        const uint16_t *from = x ? x : (const uint16_t *)args.x;
+        over_panels([&](int64_t p0, int64_t p1, int) {
+            GemmTask t = task(nullptr, 0, 0, args.m);
+            t.panel0 = p0;
+            t.panel1 = p1;
+            ctx.bf16->gemm(t, from, stride);
+        });
+    }
+
+    void many_rows_bf16() const {
+        const int64_t rows = rows_per_task(padded_k() * 2, ctx.bf16->rows_per_tile, 2);
+        uint16_t *scratch = nullptr;
+        if (!rounded_already())
+            scratch = (uint16_t *)ctx.scratch.get<char>(ctx.pool.size() * rows * padded_k() * 2);
+        ctx.pool.run(ceil_div(args.m, rows), [&](int64_t i, int thread) {
+            const int64_t row0 = i * rows, n = std::min(rows, args.m - row0);
+            int64_t stride;
+            const uint16_t *x =
+                round_rows(row0, n, scratch ? scratch + thread * rows * padded_k() : nullptr,
+                           &stride);
+            GemmTask t = task(nullptr, 0, row0, n);
+            t.panel1 = panels;
+            ctx.bf16->gemm(t, x, stride);
         });
     }
 
@@ -146,7 +206,7 @@ struct Gemm {
 
     void many_rows_blocks() const {
         const char *xq = rows_quantised();
-        const int64_t rows = rows_per_task(xq_row_bytes());
+        const int64_t rows = rows_per_task(xq_row_bytes(), ctx.kernels->rows_per_tile);
         ctx.pool.run(ceil_div(args.m, rows), [&](int64_t i, int) {
             GemmTask t = task(nullptr, 0, i * rows, std::min(rows, args.m - i * rows));
             t.panel1 = panels;
@@ -169,7 +229,9 @@ int32_t check_weight(const phloem_weight &w) {
 void run_gemm(phloem_ctx &ctx, const phloem_gemm_args &args) {
     const Gemm gemm(ctx, args);
     const bool blocks = is_blocks(args.w->format), few = args.m < kManyRows;
-    if (blocks && few) gemm.few_rows_blocks();
+    if (gemm.rounds() && few) gemm.few_rows_bf16();
+    else if (gemm.rounds()) gemm.many_rows_bf16();
+    else if (blocks && few) gemm.few_rows_blocks();
     else if (blocks) gemm.many_rows_blocks();
     else if (few) gemm.few_rows();
     else gemm.many_rows();

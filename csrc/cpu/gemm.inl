@@ -2,7 +2,8 @@
 //
 //   panel p, f32:    [k][16 columns]
 //   panel p, bf16:   [k / 2][16 columns][2]   (k even, k odd side by side in 32 bits, so that
-//                    a shift and a mask widen both; also the order of VNNI and AMX tiles)
+//                    a shift and a mask widen both; also the order of VNNI and AMX tiles;
+//                    k is padded with zeros to a multiple of 32, whole tiles)
 //
 // Every output is one chain of multiply-adds in the order of k, whatever m is: a row's result does
 // not depend on the rows beside it (batch-invariant), to the last bit.
@@ -102,6 +103,7 @@ PHLOEM_INLINE void micro_rows(int64_t rows, const float *a, int64_t a_stride, co
 
 struct Epilogue {
     const GemmTask &task;
+    int64_t tile_panel = kMR * kPanel;  // from one panel of sums to the next
 
     // Columns that the panel has of the n that exist.
     int64_t width(int64_t panel) const {
@@ -139,10 +141,10 @@ struct Epilogue {
         if (task.y_dtype == PHLOEM_F32) write_row<float>(tile, row, column, n);
         else write_row<uint16_t>(tile, row, column, n);
     }
-    // tiles: 2 panels x kMR x 16
+    // tiles: up to 2 panels of rows of 16
     void rows(float *tiles, int64_t row0, int64_t num_rows, int64_t panel, int64_t panels) const {
         for (int64_t i = 0; i < num_rows; ++i) {
-            float *first = tiles + i * kPanel, *second = first + kMR * kPanel;
+            float *first = tiles + i * kPanel, *second = first + tile_panel;
             finish(first, panel);
             if (panels > 1) finish(second, panel + 1);
             if (task.gate == PHLOEM_GATE_SILU) {
@@ -168,7 +170,7 @@ constexpr int kWide = 4;
 
 template <class WT> static void gemm_panels(const GemmTask &task) {
     const int64_t k = task.w->k, tile_panel = kMR * kPanel;
-    const int64_t b_panel = (k + 1) / 2 * 2 * kPanel;
+    const int64_t b_panel = panel_bytes(task.w->format, k) / (int64_t)sizeof(WT);
     const Epilogue epilogue{task};
     alignas(64) float tiles[kWide * kMR * kPanel];
     int64_t panels = 0;

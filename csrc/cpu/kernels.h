@@ -1,5 +1,5 @@
 // What the per-ISA units offer to the baseline code: one table of functions per instruction set.
-// Functions here run on one thread; api.cpp and layer.cpp cut the work.
+// Functions here run on one thread; gemm.cpp, attention.cpp and layer.cpp cut the work.
 #pragma once
 #include "phloem_cpu.h"
 
@@ -86,16 +86,19 @@ extern const Kernels kKernelsAvx512;
 
 constexpr int64_t kPanelColumns = 16;
 constexpr int64_t kBlockWeights = 32;
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t dtype_bytes(int32_t dtype) { return dtype == PHLOEM_F32 ? 4 : 2; }
-inline bool is_blocks(int32_t format) { return format >= PHLOEM_W_Q8_0; }
+constexpr int64_t kBf16Depth = 32;  // of k in one AMX tile; bf16 panels are padded to it
+// static: every unit keeps the copy that was compiled with its own flags.
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t dtype_bytes(int32_t dtype) { return dtype == PHLOEM_F32 ? 4 : 2; }
+static inline bool is_blocks(int32_t format) { return format >= PHLOEM_W_Q8_0; }
 // 16 columns by 32 of k, see blocks.inl.
-inline int64_t block_bytes(int32_t format) {
+static inline int64_t block_bytes(int32_t format) {
     return format == PHLOEM_W_Q4_0 ? 288 : format == PHLOEM_W_Q4_1 ? 320 : 544;
 }
-inline int64_t panel_bytes(int32_t format, int64_t k) {
+static inline int64_t panel_bytes(int32_t format, int64_t k) {
     if (is_blocks(format)) return ceil_div(k, kBlockWeights) * block_bytes(format);
-    return ceil_div(k, 2) * 2 * kPanelColumns * (format == PHLOEM_W_F32 ? 4 : 2);
+    if (format == PHLOEM_W_BF16) return ceil_div(k, kBf16Depth) * kBf16Depth * kPanelColumns * 2;
+    return ceil_div(k, 2) * 2 * kPanelColumns * 4;
 }
 // An activation block: 32 int16, then scale, sum and total (4 bytes each).
 constexpr int64_t kXqBytes = 76;

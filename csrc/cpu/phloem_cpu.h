@@ -18,9 +18,9 @@
 extern "C" {
 #endif
 
-#define PHLOEM_ABI_VERSION 3
+#define PHLOEM_ABI_VERSION 4
 
-enum { PHLOEM_OK = 0, PHLOEM_E_ARG = -1, PHLOEM_E_MEMORY = -2, PHLOEM_E_ISA = -3 };
+enum { PHLOEM_OK = 0, PHLOEM_E_ARG = -1, PHLOEM_E_MEMORY = -2, PHLOEM_E_ISA = -3, PHLOEM_E_WRONG = -4 };
 enum { PHLOEM_F32 = 0, PHLOEM_BF16 = 1 };
 /* Weight formats. The Q formats are GGUF's: blocks of 32 weights along k with fp16 scales. */
 enum {
@@ -33,7 +33,15 @@ enum {
 };
 /* What a weight of gate and up panels in turn does to its gate; NONE: it is an ordinary weight. */
 enum { PHLOEM_GATE_NONE = 0, PHLOEM_GATE_SILU = 1, PHLOEM_GATE_GELU_TANH = 2 };
-enum { PHLOEM_ISA_PLAIN = 0, PHLOEM_ISA_AVX2 = 1, PHLOEM_ISA_AVX512 = 2, PHLOEM_NUM_ISAS = 3 };
+/* AVX512BF16 and AMX multiply bf16 weights by activations rounded to bf16; all else as AVX512. */
+enum {
+    PHLOEM_ISA_PLAIN = 0,
+    PHLOEM_ISA_AVX2 = 1,
+    PHLOEM_ISA_AVX512 = 2,
+    PHLOEM_ISA_AVX512BF16 = 3,
+    PHLOEM_ISA_AMX = 4,
+    PHLOEM_NUM_ISAS = 5
+};
 
 typedef struct phloem_ctx phloem_ctx;
 
@@ -121,7 +129,13 @@ PHLOEM_API int32_t phloem_abi_version(void);
 PHLOEM_API const char *phloem_last_error(void);
 /* The best ISA of this processor among those proven by tests on real machines. */
 PHLOEM_API int32_t phloem_best_isa(void);
+/* Compiled in, and this processor has it. The system may still refuse AMX to this process:
+ * phloem_ctx_create asks, once, and fails with PHLOEM_E_ISA. */
 PHLOEM_API int32_t phloem_isa_supported(int32_t isa);
+/* A fixed set of products, layers and samplings on `isa` against PLAIN. 0, or PHLOEM_E_WRONG and
+ * the case that differs in phloem_last_error, or PHLOEM_E_ISA. May die of an illegal instruction:
+ * run it in a process that may. */
+PHLOEM_API int32_t phloem_self_test(int32_t isa);
 
 PHLOEM_API phloem_ctx *phloem_ctx_create(int32_t isa, int32_t num_threads);
 PHLOEM_API void phloem_ctx_destroy(phloem_ctx *ctx);

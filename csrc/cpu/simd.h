@@ -2,7 +2,7 @@
 //
 // Written with GCC/Clang vector extensions, so that one source serves AVX-512, AVX2, SSE2, NEON.
 // Everything lives in a namespace per instruction set: an inline function compiled with -mavx2
-// must never be the copy that the linker keeps for a plain unit. For the same reason no inline
+// must never be the copy that the linker keeps for a plain unit (PHLOEM_NS is the unit's own). For the same reason no inline
 // function of the standard library is called here.
 #pragma once
 #include <stddef.h>
@@ -13,13 +13,10 @@
 #endif
 
 #if defined(__AVX512F__)
-#define PHLOEM_NS isa_avx512
 #define PHLOEM_W 16
 #elif defined(__AVX2__)
-#define PHLOEM_NS isa_avx2
 #define PHLOEM_W 8
 #else
-#define PHLOEM_NS isa_plain
 #define PHLOEM_W 4
 #endif
 #define PHLOEM_INLINE static inline __attribute__((always_inline))

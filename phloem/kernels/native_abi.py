@@ -36,7 +36,7 @@ __all__ = [
     "usable_cpus",
 ]
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 PANEL = 16  # output columns that are packed together
 ISA_ENV = "PHLOEM_CPU_ISA"
 LIBRARY_ENV = "PHLOEM_CPU_LIBRARY"
@@ -75,9 +75,18 @@ class CpuIsa(enum.Enum):
     PLAIN = "plain"
     AVX2 = "avx2"
     AVX512 = "avx512"
+    AVX512BF16 = "avx512bf16"
+    AMX = "amx"
 
 
-ISA_NUMBERS = {CpuIsa.PLAIN: 0, CpuIsa.AVX2: 1, CpuIsa.AVX512: 2}
+# Worst first.
+ISA_NUMBERS = {
+    CpuIsa.PLAIN: 0,
+    CpuIsa.AVX2: 1,
+    CpuIsa.AVX512: 2,
+    CpuIsa.AVX512BF16: 3,
+    CpuIsa.AMX: 4,
+}
 
 
 class Weight(c.Structure):
@@ -210,6 +219,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "phloem_last_error": (c.c_char_p, ()),
     "phloem_best_isa": (_I32, ()),
     "phloem_isa_supported": (_I32, (_I32,)),
+    "phloem_self_test": (_I32, (_I32,)),
     "phloem_ctx_create": (_PTR, (_I32, _I32)),
     "phloem_ctx_destroy": (None, (_PTR,)),
     "phloem_ctx_num_threads": (_I32, (_PTR,)),
