@@ -1,6 +1,7 @@
 // One output of a bf16 product in the exact order of the instructions, as Intel documents it: what
 // the kernels over emulated instructions must equal bit for bit.
 #pragma once
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <cstdint>

@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "bf16_model.h"
 #include "phloem_cpu.h"
 
 namespace {
@@ -17,17 +18,10 @@ int failures = 0;
 float normal() { return std::normal_distribution<float>()(rng); }
 int uniform(int low, int high) { return std::uniform_int_distribution<int>(low, high)(rng); }
 
-uint16_t to_bf16(float x) {
-    uint32_t u;
-    memcpy(&u, &x, 4);
-    return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
-}
-float from_bf16(uint16_t h) {
-    uint32_t u = (uint32_t)h << 16;
-    float x;
-    memcpy(&x, &u, 4);
-    return x;
-}
+uint16_t to_bf16(float x) { return model::rounded(x); }
+float from_bf16(uint16_t h) { return model::widened(h); }
+// Whether products with bf16 weights round what they multiply.
+bool rounds(const phloem_ctx *ctx) { return phloem_ctx_isa(ctx) >= PHLOEM_ISA_AVX512BF16; }
 
 // An array of either dtype in a heap block of its exact size.
 struct Array {
@@ -70,6 +64,8 @@ void check_gemm(phloem_ctx *ctx, int32_t format, int32_t dtype, int m, int n, in
     phloem_weight weight{packed.data(), bias.data(), n, k, format, 0};
     phloem_gemm_args args{x.data(), y.data(), y.data(), &weight, m, k, n, n, dtype, dtype, dtype, 0};
     expect(phloem_gemm(ctx, &args) == 0, phloem_last_error());
+    if (format == PHLOEM_W_BF16 && rounds(ctx))
+        for (size_t i = 0; i < (size_t)m * k; ++i) x.set(i, from_bf16(to_bf16(x.at(i))));
     const double slack = format == PHLOEM_W_Q8_0 ? 0.05 * std::sqrt(k) : tolerance(dtype) * 2;
     for (int i = 0; i < m; ++i)
         for (int j = 0; j < n; ++j) {
@@ -82,6 +78,43 @@ void check_gemm(phloem_ctx *ctx, int32_t format, int32_t dtype, int m, int n, in
             close_to(y.at((size_t)i * n + j), sum, slack, "gemm");
         }
 }
+
+#if defined(PHLOEM_EMULATE)
+// Bit for bit what the documented order of the instructions gives, for ragged sizes, any number of
+// rows and threads; some values are so small that their products are denormal.
+void check_exact(phloem_ctx *ctx, int32_t dtype, int m, int n, int k, bool tiny) {
+    std::vector<model::Row> x(m, model::Row(k)), w(n, model::Row(k));
+    Array xs(dtype, (size_t)m * k), ws(PHLOEM_F32, (size_t)n * k), y(PHLOEM_F32, (size_t)m * n);
+    for (int i = 0; i < m * k; ++i) {
+        if (tiny && i % 3) xs.set(i, xs.at(i) * (i % 2 ? 1e-25f : 1e-38f));
+        x[i / k][i % k] = to_bf16(xs.at(i));
+    }
+    for (int i = 0; i < n * k; ++i) {
+        if (tiny && i % 5) ws.set(i, ws.at(i) * 1e-13f);
+        w[i / k][i % k] = to_bf16(ws.at(i));
+    }
+    std::vector<char> packed(phloem_packed_bytes(PHLOEM_W_BF16, n, k));
+    expect(phloem_pack_weight(PHLOEM_W_BF16, ws.data(), PHLOEM_F32, n, k, k, packed.data()) == 0, "pack");
+    phloem_weight weight{packed.data(), nullptr, n, k, PHLOEM_W_BF16, 0};
+    phloem_gemm_args args{xs.data(), y.data(), nullptr, &weight, m, k, n, 0, dtype, PHLOEM_F32, 0, 0};
+    expect(phloem_gemm(ctx, &args) == 0, phloem_last_error());
+    const bool tiles = phloem_ctx_isa(ctx) == PHLOEM_ISA_AMX;
+    for (int i = 0; i < m; ++i)
+        for (int j = 0; j < n; ++j) {
+            const float want = tiles ? model::tiles(x[i], w[j]) : model::dots(x[i], w[j]);
+            expect(want == y.at((size_t)i * n + j), "exact order", want - y.at((size_t)i * n + j));
+        }
+}
+
+void check_orders(phloem_ctx *ctx) {
+    for (int32_t dtype : {PHLOEM_F32, PHLOEM_BF16})
+        for (bool tiny : {false, true}) {
+            for (int m : {1, 2, 8, 15, 16, 17, 31, 32, 33, 64, 75})
+                check_exact(ctx, dtype, m, uniform(1, 140), uniform(1, 120), tiny);
+            for (int m : {256, 301}) check_exact(ctx, dtype, m, uniform(30, 60), 64, tiny);
+        }
+}
+#endif
 
 void check_blocks(phloem_ctx *ctx, int32_t format, int m, int n, int k) {
     const int bytes = format == PHLOEM_W_Q4_0 ? 18 : format == PHLOEM_W_Q4_1 ? 20 : 34;
@@ -396,6 +429,9 @@ int main() {
             }
             for (int32_t format : {PHLOEM_W_Q4_0, PHLOEM_W_Q4_1, PHLOEM_W_Q8_0})
                 for (int m : {1, 2, 3, 20, 270}) check_blocks(ctx, format, m, uniform(1, 40), 96);
+#if defined(PHLOEM_EMULATE)
+            if (rounds(ctx)) check_orders(ctx);
+#endif
             phloem_ctx_destroy(ctx);
         }
         printf("isa %d: checked\n", isa);

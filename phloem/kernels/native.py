@@ -16,6 +16,7 @@ from torch import Tensor
 from phloem.core.errors import ConfigError
 from phloem.kernels import native_abi as abi
 from phloem.kernels.native_abi import CpuIsa, Gate, native_available, usable_cpus
+from phloem.kernels.native_proof import trusted_isas
 from phloem.kernels.native_types import (
     NativeBatch,
     PackedWeight,
@@ -39,19 +40,22 @@ __all__ = [
 class NativeKernels:
     """A context of the library: its threads and its workspace. Close it, or let it be collected.
 
-    `threads` None: what affinity and cgroup allow. Raises ConfigError where the library or the
-    instruction set asked for (`isa`, else PHLOEM_CPU_ISA) is missing.
+    `threads` None: what affinity and cgroup allow. `isa`, else PHLOEM_CPU_ISA: `auto` takes the
+    best one that has run on a real machine or passes its self-test on this one. Raises ConfigError
+    where the library or the instruction set asked for is missing.
     """
 
     def __init__(self, *, threads: int | None = None, isa: CpuIsa | None = None) -> None:
         self._lib = abi.library()
         wanted = abi.chosen_isa() if isa is None else isa
-        number = self._lib.phloem_best_isa() if wanted is CpuIsa.AUTO else abi.ISA_NUMBERS[wanted]
-        self._ctx: int | None = self._lib.phloem_ctx_create(
-            number, usable_cpus() if threads is None else threads
-        )
-        if not self._ctx:
-            raise ConfigError(f"{abi.ISA_ENV}={wanted.value}: {abi.last_error()}")
+        self._ctx: int | None = None
+        for candidate in trusted_isas() if wanted is CpuIsa.AUTO else (wanted,):
+            self._ctx = self._lib.phloem_ctx_create(
+                abi.ISA_NUMBERS[candidate], usable_cpus() if threads is None else threads
+            )
+            if self._ctx:
+                return
+        raise ConfigError(f"{abi.ISA_ENV}={wanted.value}: {abi.last_error()}")
 
     def close(self) -> None:
         """End the threads and free the workspace."""

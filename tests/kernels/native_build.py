@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
+import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,12 +20,15 @@ def build(folder: str, *options: str) -> Path:
     if shutil.which("cmake") is None or not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.skip("building the native kernels needs cmake and a C++ compiler")
     where = ROOT / "build" / folder
-    for command in (
-        ["cmake", "-S", str(ROOT / "csrc"), "-B", str(where), *options],
-        ["cmake", "--build", str(where), "-j", "2"],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+    where.mkdir(parents=True, exist_ok=True)
+    with (where / ".lock").open("w") as lock:  # test workers are processes
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for command in (
+            ["cmake", "-S", str(ROOT / "csrc"), "-B", str(where), *options],
+            ["cmake", "--build", str(where), "-j", "2"],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stdout + done.stderr
     return where
 
 
@@ -34,3 +39,18 @@ def native_library() -> Path:
     if override:
         return Path(override)
     return build("csrc", "-DCMAKE_BUILD_TYPE=Release") / "libphloem_cpu.so"
+
+
+@functools.cache
+def emulated_build() -> Path:
+    """The build with AMX and AVX512-BF16 over emulated instructions; skips where AVX2 is missing."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("the emulated instructions need an x86-64 processor")
+    where = build("csrc-emulated", "-DCMAKE_BUILD_TYPE=Release", "-DPHLOEM_EMULATE=ON")
+    if "avx2" not in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split():
+        pytest.skip("the emulated instructions need AVX2")
+    return where
+
+
+def emulated_library() -> Path:
+    return emulated_build() / "libphloem_cpu_emulated.so"
