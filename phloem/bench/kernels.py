@@ -8,6 +8,8 @@ hold, as in a real step. PyTorch's attention gets K and V gathered and contiguou
     gemm_m1 ... gemm_m512        gate and up, (m, 576) x (576, 3072)
     gemm_m1_bandwidth_fraction   bytes of weights per second at m = 1, over read_GBps
     gemm_int8_m1, gemm_q4_0_m1   the same product with quantised weights (torch: bf16)
+    layer_ISA_m1 ... m512        the four products of a layer, by every instruction set that `auto`
+                                 trusts here, against what `--kernels torch` does
     attention_decode_b8          8 rows of 512 tokens, 9 heads on 3
     attention_prefill_1024       one chunk of 1,024 tokens
     rms_norm_512, silu_mul_512   512 rows
@@ -25,16 +27,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from phloem.kernels import KVBuffer
+from phloem.kernels import KVBuffer, make_ops
 from phloem.kernels.native import NativeBatch, NativeKernels, PackedWeight, kv_layer
-from phloem.kernels.native_abi import WeightFormat
+from phloem.kernels.native_abi import CpuIsa, WeightFormat
 from phloem.kernels.native_pack import pack, pack_blocks
+from phloem.kernels.native_proof import trusted_isas
 from phloem.kernels.quantised import BlockMatrix
 
 __all__ = ["run"]
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB, PAGE = 576, 1536, 9, 3, 64, 49_152, 16
 COPIES = 16  # of a weight: together more than a last-level cache
+QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+LAYER = ((QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER))
+LAYER_ROWS = (1, 8, 32, 512)
 CONTEXT, BATCH, CHUNK = 512, 8, 1024
 
 Call = Callable[[], object]
@@ -53,6 +59,7 @@ def run(quick: bool = False) -> dict[str, Any]:
         bandwidth = _read_bandwidth(rounds)
         results = [_figure("read_GBps", bandwidth, "GB/s")]
         results += _gemms(kernels, rounds, statistics.median(bandwidth))
+        results += _layers(rounds)
         results += _attention(kernels, rounds)
         results += _pointwise(kernels, rounds)
     finally:
@@ -138,6 +145,41 @@ def _product(
         lambda: [F.linear(x, w) for w in theirs],
         rounds,
         len(ours),
+    )
+
+
+def _layers(rounds: int) -> Results:
+    """The products of layers, natively on each instruction set, and by PyTorch's."""
+    plain = [torch.randn(shape).bfloat16() for _ in range(COPIES // 4) for shape in LAYER]
+    packed = [pack(w) for w in plain]
+    results: Results = []
+    for isa in trusted_isas():
+        if isa is CpuIsa.PLAIN:
+            continue
+        kernels = NativeKernels(isa=isa)
+        for rows in LAYER_ROWS:
+            count = len(LAYER) if rows == LAYER_ROWS[-1] else len(plain)
+            weights = (packed[:count], plain[:count])
+            results += _layer(f"layer_{isa.value}_m{rows}", kernels, weights, rows, rounds)
+        kernels.close()
+    return results
+
+
+def _layer(
+    name: str,
+    kernels: NativeKernels,
+    weights: tuple[list[PackedWeight], list[torch.Tensor]],
+    rows: int,
+    rounds: int,
+) -> Results:
+    inputs = {k: torch.randn(rows, k).bfloat16() for k in (HIDDEN, INNER)}
+    ops, (ours, theirs) = make_ops("torch"), weights
+    return _pairs(
+        name,
+        lambda: [kernels.linear(inputs[w.k], w) for w in ours],
+        lambda: [ops.linear(inputs[w.shape[1]], w, None) for w in theirs],
+        rounds,
+        len(ours) // len(LAYER),
     )
 
 

@@ -43,7 +43,7 @@ def native_library() -> Path:
 
 @functools.cache
 def emulated_build() -> Path:
-    """The build with AMX and AVX512-BF16 over emulated instructions; skips where AVX2 is missing."""
+    """The build with AMX and AVX512-BF16 on emulated instructions; skips where that cannot run."""
     if platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("the emulated instructions need an x86-64 processor")
     where = build("csrc-emulated", "-DCMAKE_BUILD_TYPE=Release", "-DPHLOEM_EMULATE=ON")

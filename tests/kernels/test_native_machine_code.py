@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import shutil
 import subprocess
 
 import pytest
 
-from tests.kernels.native_build import emulated_build, native_library
+from phloem.kernels.native_abi import ISA_NUMBERS, CpuIsa
+from tests.kernels.native_build import build, emulated_build, native_library
 
 # Units that may hold instructions with such registers.
 WIDE = {"zmm": ("isa_avx512", "bf16_avx512"), "ymm": ("isa_avx", "bf16_"), "tmm": ("bf16_amx",)}
@@ -50,3 +52,16 @@ def test_wide_instructions_stand_only_in_their_own_units():
     assert not wrong
     if "amx" in done.stdout or "tdpbf16ps" in done.stdout:
         assert seen == set(WIDE)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_compiler_without_these_instructions_builds_the_rest():
+    """As if neither the flag nor the assembler knew them: the library lacks those two paths."""
+    where = build("csrc-old", "-DPHLOEM_FLAG_AVX512BF16=OFF", "-DPHLOEM_ASM_AMX=OFF")
+    library = ctypes.CDLL(str(where / "libphloem_cpu.so"))
+    missing = [
+        library.phloem_isa_supported(ISA_NUMBERS[isa]) for isa in (CpuIsa.AVX512BF16, CpuIsa.AMX)
+    ]
+    assert missing == [0, 0]
+    assert library.phloem_self_test(ISA_NUMBERS[CpuIsa.PLAIN]) == 0
