@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from phloem.config import Config
 from phloem.core.errors import ConfigError
@@ -33,7 +35,8 @@ class RankBuild:
         """Rank 0 has been loaded: wait for the others, and make one worker of all."""
         assert not isinstance(loaded.worker, RankedWorker), "one rank's own"
         self.ranks.wait_ready(loaded)
-        return replace(loaded, worker=RankedWorker(loaded.worker, self.ranks.wires))
+        worker = RankedWorker(loaded.worker, self.ranks.wires)
+        return replace(loaded, worker=worker, reload=partial(_reload, worker, loaded.reload))
 
     def connected(self, core: LoopCore, hooks: BuildHooks) -> LoopCore:
         """The ranks follow the core's log from its beginning; the core notices their ends."""
@@ -49,6 +52,25 @@ class RankBuild:
             )
         )
         return replace(core, failure=worker.failure)
+
+
+def _reload(
+    worker: RankedWorker, own: Callable[[Path], Callable[[], None]], path: Path
+) -> Callable[[], None]:
+    """`LoadedWorker.reload` of all ranks: they read at the same time."""
+    worker.begin_load(str(path))
+    try:
+        own_swap = own(path)
+    finally:
+        errors = worker.finish_load()
+    if errors:
+        raise ConfigError(errors[0])
+
+    def swap() -> None:
+        worker.swap()
+        own_swap()
+
+    return swap
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from phloem.worker.peers import Peers, RankPlace
 from phloem.worker.ranked import RankedWorker
 from phloem.worker.runner import Hooks
 from phloem.worker.sampled import SampledTokens
-from phloem.worker.torch_worker import InlineWorker
 from phloem.worker.wire import Wire
 
 __all__ = ["load_local_ranks"]
@@ -52,10 +51,8 @@ def load_local_ranks(
     wires = []
     for rank in range(1, size):
         ours, theirs = socket.socketpair()
-        worker = load(rank, alone).worker
-        assert isinstance(worker, InlineWorker), "asked for"
         replica = NoReplica() if replicas is None else replicas(rank)
-        follower = Follower(rank, Wire(theirs), worker, replica)
+        follower = Follower(rank, Wire(theirs), load(rank, alone), replica)
         threading.Thread(target=follower.serve, name=f"phloem-rank{rank}").start()
         wires.append(Wire(ours))
     loaded = load(0, options)

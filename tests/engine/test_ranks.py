@@ -148,9 +148,26 @@ def test_a_directory_written_by_two_ranks_is_read_by_any_number(
     assert [one.cached.storage for one in found] == whole
 
 
-def test_weights_are_not_updated_under_ranks(pair: LLM, model: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be updated"):
-        pair.operate(UpdateWeights(str(model)))
+def test_weights_are_updated_on_all_ranks(
+    model: Path, tmp_path: Path, expected: list[tuple[int, ...]]
+) -> None:
+    """Other weights, and those of before; what one rank cannot read changes nothing."""
+    other = tmp_path / "other"
+    make_checkpoint("llama", other, seed=1)
+    byte_tokenizer().save(str(other / "tokenizer.json"))
+    with open_llm(other, 1, prefix_cache=False) as llm:
+        others = [ids(llm, [prompt])[0] for prompt in PROMPTS]
+    assert others != expected
+    with open_llm(model, 2) as llm:
+        assert ids(llm, PROMPTS) == expected
+        llm.operate(UpdateWeights(str(other)))
+        assert ids(llm, PROMPTS) == others
+        weights = other / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1000])
+        with pytest.raises(ConfigError):
+            llm.operate(UpdateWeights(str(other)))
+        llm.operate(UpdateWeights(str(model)))
+        assert ids(llm, PROMPTS) == expected
 
 
 def test_a_rank_that_cannot_load_says_why(model: Path, tmp_path: Path) -> None:

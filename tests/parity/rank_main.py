@@ -13,7 +13,7 @@ from pathlib import Path
 from phloem.cache.state import CacheState
 from phloem.engine.rank_seats import RankSeat
 from phloem.replica import RecordReader
-from phloem.worker import Follower, Hooks, InlineWorker, Wire, WorkerOptions, load_worker
+from phloem.worker import Follower, Hooks, Wire, WorkerOptions, load_worker
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
@@ -33,9 +33,8 @@ if __name__ == "__main__":
     hooks = Hooks(on_layer=jitter, nan_fill=True)
     options = WorkerOptions(hooks=hooks, inline=True, **json.loads(args.options))
     loaded = load_worker(Path(args.path), options, place=seat.take(len(seat.pools)))
-    assert isinstance(loaded.worker, InlineWorker)
     pages = (loaded.num_pages[0],) * seat.progress.size
     state = CacheState(options.page_size, pages, host_pages=args.host_pages)
     wire = Wire(socket.socket(fileno=args.socket))
-    failure = Follower(seat.progress.rank, wire, loaded.worker, RecordReader(state)).serve()
+    failure = Follower(seat.progress.rank, wire, loaded, RecordReader(state)).serve()
     os._exit(0 if failure is None else 1)
