@@ -112,6 +112,33 @@ def test_device_host_storage_and_restart_equal_cold_to_the_last_bit(
         assert check_exact(rig, cold) > 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype", "ranks"),
+    [
+        ("llama", "int8", 2),
+        ("v3", "fp8", 2),
+        *(
+            pytest.param(*cell, marks=pytest.mark.long)
+            for cell in (("llama", "fp4", 3), ("v3", "int8", 3), ("v2-yarn", "bf16", 2))
+        ),
+    ],
+)
+def test_processes_equal_cold_to_the_last_bit(
+    models: Models, tmp_path: Path, kind: str, dtype: str, ranks: int
+) -> None:
+    """Ranks that map each other's pages; then one rank alone finds what they have stored."""
+    path, cold = models(kind), Cold(models(kind), kernels="reference", kv_dtype=dtype)
+    shape = shape_of(dtype, 4, 2) | {"host_pages": 60}
+    shape["tiers"] = TierConfig(prefetch_policy="wait_complete")
+    with Rig(path, **shape, store=tmp_path, ranks=ranks, processes=True) as rig:
+        history = journey(rig, words(1, 14), 3)
+        assert sum(a.cached for a in rig.answers.values()) > 0
+        assert check_exact(rig, cold) > 0
+    with Rig(path, **shape, store=tmp_path) as rig:
+        assert rig.ask(history, 2).sources.storage > 0
+        assert check_exact(rig, cold) > 0
+
+
 def test_o14_pages_of_another_dtype_are_never_read(models: Models, tmp_path: Path) -> None:
     """int8 and fp8 pages have the same size: only their keys tell them apart."""
     path, prompt = models("v3"), words(2, 21)
