@@ -125,6 +125,9 @@ class RankedWorker:
 
     def wait(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            if self._failures or self._hearsay:
+                return True  # although the leader's own worker may wait for the rank still
         if not self._own.wait(timeout_s):
             return False
         with self._changed:
@@ -132,6 +135,7 @@ class RankedWorker:
 
     def collect(self) -> StepResult:
         """See `Worker.collect`. Raises EngineDead, which names the rank, if one has failed."""
+        self._check()
         plan = self._plans.popleft()
         try:
             own = self._own.collect()

@@ -163,6 +163,18 @@ def test_a_killed_rank_is_an_error_that_names_it(model: Path) -> None:
         os.kill(first, 0)
 
 
+def test_a_rank_that_hangs_does_not_outlive_its_leader(model: Path) -> None:
+    """Stopped, it neither answers nor ends: closing takes its life after a moment."""
+    before = rank_pids(os.getpid())
+    llm = open_llm(model, 2)
+    (rank,) = set(rank_pids(os.getpid())) - set(before)
+    os.kill(rank, signal.SIGSTOP)
+    llm.close()
+    assert rank_pids(os.getpid()) == before
+    with pytest.raises(ProcessLookupError):
+        os.kill(rank, 0)
+
+
 def config(model: Path) -> Config:
     return Config(
         model=ModelOptions(model=str(model), dtype="fp32"),
