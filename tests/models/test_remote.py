@@ -6,9 +6,13 @@ parts are merged with a wrong weight or one part twice, or if a page travels bef
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
-from phloem.attention import bands, gather_plan
+from phloem.attention import bands, gather_plan, remote_queries
+from phloem.attention import remote as remote_pages
 from phloem.core.remote import Remote
 from tests.models.ranks import Ranks, Row
 from tests.models.test_against_transformers import TOLERANCE, prompt, relative_error
@@ -83,3 +87,49 @@ def test_a_restart_lower_down(path, family, kernels, remote):
     one, two = answers
     assert relative_error(two.row_logits(1), one.row_logits(1)) < TOLERANCE
     assert_pages_equal(two, one, exact=False)
+
+
+def _swapped(pages, step):
+    """The first two staged pages take each other's place."""
+    places = step.places.copy()
+    places[:2] = places[1::-1]
+    return replace(step, places=places)
+
+
+FAULTS = {
+    "none": (None, lambda _: None),
+    "a page travels before it is written": (
+        Remote.GATHER_KV,
+        lambda m: m.setattr(
+            remote_pages, "_pages_written", lambda shares: np.empty(0, dtype=np.int64)
+        ),
+    ),
+    "two pages are staged in each other's place": (
+        Remote.GATHER_KV,
+        lambda m: m.setattr(
+            remote_pages.PageExchange,
+            "plan",
+            lambda *args, plan=remote_pages.PageExchange.plan: _swapped(args, plan(*args)),
+        ),
+    ),
+    "a partial result is not merged": (
+        Remote.SEND_Q,
+        lambda m: m.setattr(remote_queries, "add_part", lambda *_: None),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_show(path, fault, kernels, monkeypatch):
+    """In one chunk of one row; and without a fault all is well."""
+    only, apply = FAULTS[fault]
+    apply(monkeypatch)
+    one = Ranks(path("llama"), 1, page_size=4, kernels=kernels)
+    one.admit(0, Row(prompt(40), owners("striped", 1, 10, 0)))
+    one.step(one.chunk(0, 0, 40))
+    for way in WAYS if only is None else (only,):
+        ranks = Ranks(path("llama"), 2, page_size=4, kernels=kernels, remote=way)
+        ranks.admit(0, Row(prompt(40), owners("striped", 2, 10, 0)))
+        ranks.step(ranks.chunk(0, 0, 40))
+        error = relative_error(ranks.row_logits(0), one.row_logits(0))
+        assert (error < TOLERANCE) == (fault == "none")

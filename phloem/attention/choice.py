@@ -1,0 +1,61 @@
+"""The way in which a step attends over remote pages, chosen anew for each step.
+
+All ways are over the same pages and give the same result, so a step may be computed in one and the
+next one in another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from phloem.attention.batch import RaggedBatch
+from phloem.attention.layered import LayeredAttention
+from phloem.attention.remote import RemoteAttention
+from phloem.attention.remote_pages import RankPool
+from phloem.core.group import Group
+from phloem.core.remote import Remote
+
+__all__ = ["AttentionChoice", "PlannedAttention"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedAttention:
+    """What a model's `forward` takes as `attention` and `meta`."""
+
+    attention: LayeredAttention | RemoteAttention
+    meta: Any
+
+
+class AttentionChoice:
+    """One rank's attention in every way that its machine can do.
+
+    `direct` reads global page numbers in place where `pools` are parts of memory that all ranks
+    map. Without a `group` there is no other way than DIRECT.
+    """
+
+    def __init__(
+        self,
+        direct: LayeredAttention,
+        pools: Sequence[RankPool],
+        group: Group[Tensor] | None = None,
+    ) -> None:
+        self._direct, self._rank = direct, pools[0].rank
+        self._remote: dict[Remote, RemoteAttention] = {}
+        if group is not None:
+            self._remote = {
+                way: RemoteAttention(direct, pools, group, remote=way)
+                for way in (Remote.GATHER_KV, Remote.SEND_Q)
+            }
+
+    def plan(
+        self, remote: Remote, shares: Sequence[Sequence[RaggedBatch]], *, ahead: bool = True
+    ) -> PlannedAttention:
+        """`shares` and `ahead` as `RemoteAttention.plan` takes them."""
+        if remote is Remote.DIRECT:
+            return PlannedAttention(self._direct, self._direct.plan(shares[self._rank]))
+        attention = self._remote[remote]
+        return PlannedAttention(attention, attention.plan(shares, ahead=ahead))

@@ -1,0 +1,292 @@
+"""What travels between ranks, in bytes, and when; ranks are threads with pages of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from phloem.attention import GatherAttention, LayeredAttention, RaggedBatch, RowSpan
+from phloem.attention.choice import AttentionChoice
+from phloem.attention.remote import RemoteAttention
+from phloem.attention.remote_pages import RankPool
+from phloem.core.group import OpKind
+from phloem.core.remote import Remote
+from phloem.groups.local import local_groups
+from phloem.kernels import KVBuffer, TorchOps
+
+PAGE = 16
+P = 600  # pages of a rank
+HEADS, KV_HEADS, DIM = 9, 3, 64
+PAGE_BYTES = 2 * KV_HEADS * PAGE * DIM * 4  # of one layer
+
+
+@dataclass
+class World:
+    """`n` ranks over one tensor of all pages, each of which touches its own part of it."""
+
+    n: int
+    layers: int = 1
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(1)
+        shape = (self.n * P + 1, KV_HEADS, self.layers, 2, PAGE, 1, DIM)
+        self.buffer = KVBuffer(torch.randn(shape))
+        self.groups = local_groups(self.n, timeout_s=60)
+        direct = GatherAttention(self.buffer, TorchOps(), window=self.window)
+        self.direct = LayeredAttention([direct], [range(self.layers)])
+        # Alone with its pages: a slot beyond them would be another tensor's.
+        self.pools = [
+            RankPool(KVBuffer(self.buffer.data[r * P : (r + 1) * P + 1].clone()), r, P)
+            for r in range(self.n)
+        ]
+
+    def layered(self, rank: int) -> LayeredAttention:
+        backend = GatherAttention(self.pools[rank].buffer, TorchOps(), window=self.window)
+        return LayeredAttention([backend], [range(self.layers)])
+
+    def shares(self, *rows: tuple[int, int]) -> list[tuple[RaggedBatch]]:
+        """Rows of (start, count) new tokens, striped from rank 0 on."""
+        spans: list[list[RowSpan]] = [[] for _ in range(self.n)]
+        firsts = [0] * self.n
+        used = 0
+        for start, count in rows:
+            number = np.arange(-(-(start + count) // PAGE))
+            table = number % self.n * P + number // self.n + used
+            used += len(number) // self.n + 1
+            positions = np.arange(start, start + count)
+            for rank in range(self.n):
+                at = positions[positions // PAGE % self.n == rank]
+                if len(at):
+                    pages = table[: int(at[-1]) // PAGE + 1]
+                    span = RowSpan(firsts[rank], int(at[0]), len(at), pages, at=at)
+                    spans[rank].append(span)
+                    firsts[rank] += len(at)
+        return [(RaggedBatch(tuple(s), PAGE),) for s in spans]
+
+    def threads(self, work: Callable[[int], Any]) -> list[Any]:
+        with ThreadPoolExecutor(self.n) as pool:
+            return list(pool.map(work, range(self.n)))
+
+    def attend(self, remote: Remote, shares: list[tuple[RaggedBatch]]) -> list[torch.Tensor]:
+        """Every rank's result of random queries over pages that are all there already."""
+
+        def run(rank: int) -> torch.Tensor:
+            attention = RemoteAttention(
+                self.layered(rank), self.pools[rank : rank + 1], self.groups[rank], remote=remote
+            )
+            meta = attention.plan(shares)
+            return torch.stack(
+                [
+                    attention.attend(layer, queries(rank, shares), meta)
+                    for layer in range(self.layers)
+                ]
+            )
+
+        return self.threads(run)
+
+    def wanted(self, shares: list[tuple[RaggedBatch]]) -> list[torch.Tensor]:
+        """The same, read in place."""
+        return [
+            torch.stack(
+                [
+                    self.direct.attend(layer, queries(rank, shares), self.direct.plan(share))
+                    for layer in range(self.layers)
+                ]
+            )
+            for rank, share in enumerate(shares)
+        ]
+
+    def bytes_sent(self) -> int:
+        return sum(group.traffic()[OpKind.ALL_TO_ALL].bytes_sent for group in self.groups)
+
+
+def queries(rank: int, shares: list[tuple[RaggedBatch]]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn((shares[rank][0].num_tokens, HEADS, DIM), generator=generator)
+
+
+ROWS = {
+    "64 new tokens on 8K": [(8192, 64)],
+    "a cold chunk": [(0, 500)],
+    "ragged": [(100, 1), (0, 40), (331, 77), (15, 1), (16, 1)],
+    "one token": [(160, 1)],
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("remote", [Remote.GATHER_KV, Remote.SEND_Q])
+def test_both_ways_equal_direct(rows, n, remote):
+    world = World(n, layers=3)
+    shares = world.shares(*ROWS[rows])
+    pairs = zip(world.attend(remote, shares), world.wanted(shares), strict=True)
+    for got, want in pairs:
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_gather_sends_each_remote_page_once_per_layer(n):
+    """To each rank that needs it, whatever rows and tokens of it read the page."""
+    world = World(n, layers=3)
+    shares = world.shares(*ROWS["ragged"])
+    pages = 0
+    for rank, (batch,) in enumerate(shares):
+        read = {int(p) for s in batch.spans for p in s.slots if p // P != rank}
+        pages += len(read)
+    world.attend(Remote.GATHER_KV, shares)
+    assert pages > 0
+    assert world.bytes_sent() == 3 * pages * PAGE_BYTES
+
+
+def test_rows_that_share_a_prefix_send_it_once():
+    world = World(2)
+    shares = world.shares((320, 40))
+    (batch,) = shares[0]
+    (span,) = batch.spans
+    twice = RowSpan(span.count, span.start, span.count, span.slots, at=span.at)
+    world.attend(Remote.GATHER_KV, shares)
+    once = world.bytes_sent()
+    both = World(2)
+    both.attend(Remote.GATHER_KV, [(RaggedBatch((span, twice), PAGE),), shares[1]])
+    assert both.bytes_sent() == once
+
+
+def test_send_q_saves_25_times_the_bytes_for_64_tokens_on_8k():
+    """Counted exactly: a query out, and a result with its log-sum-exp back, for each owner."""
+    sent = {}
+    for remote in (Remote.GATHER_KV, Remote.SEND_Q):
+        world = World(2)
+        world.attend(remote, world.shares((8192, 64)))
+        sent[remote] = world.bytes_sent()
+    # Of the chunk's four pages one lies after all of rank 0's tokens.
+    assert sent[Remote.GATHER_KV] == (256 + 1 + 256 + 2) * PAGE_BYTES
+    assert sent[Remote.SEND_Q] == 64 * HEADS * (DIM + DIM + 1) * 4
+    assert sent[Remote.GATHER_KV] >= 25 * sent[Remote.SEND_Q]
+
+
+def test_a_query_that_sees_nothing_of_a_rank_is_not_sent_there():
+    world = World(4)
+    shares = world.shares((0, 3 * PAGE))
+    world.attend(Remote.SEND_Q, shares)
+    # The second page's tokens ask one rank, those of the third page two; the fourth has nothing.
+    assert world.bytes_sent() == 3 * PAGE * HEADS * (2 * DIM + 1) * 4
+
+
+@pytest.mark.parametrize("window", [1, 20, 100])
+@pytest.mark.parametrize("remote", [Remote.GATHER_KV, Remote.SEND_Q])
+def test_of_a_window_only_its_pages_travel(window, remote):
+    world = World(2, window=window)
+    shares = world.shares((4000, 50), (0, 60), (777, 1))
+    pairs = zip(world.attend(remote, shares), world.wanted(shares), strict=True)
+    for got, want in pairs:
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    tokens = (window - 1 + 50) + 60 + (window - 1 + 1)
+    assert world.bytes_sent() <= (tokens // PAGE + 3) * PAGE_BYTES
+
+
+class Diary:
+    """Notes when a rank begins an exchange and when it attends."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def group(self, group: Any) -> Any:
+        diary = self
+
+        class Noted:
+            def begin_all_to_all(self, out: Any, parts: Any) -> Any:
+                diary.lines.append(f"send {sum(len(p) for p in parts)}")
+                return group.begin_all_to_all(out, parts)
+
+        return Noted()
+
+    def backend(self, backend: GatherAttention) -> GatherAttention:
+        diary, partial = self, backend.partial
+
+        def noted(layer: int, q: torch.Tensor, meta: Any) -> Any:
+            diary.lines.append(f"attend {layer}")
+            return partial(layer, q, meta)
+
+        backend.partial = noted  # type: ignore[method-assign]
+        return backend
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_cached_pages_travel_while_the_layer_before_computes(ahead):
+    """All that was cached is on its way before the layer before attends; what the step writes is
+    sent at its own layer. Not ahead: nothing leaves before its own layer."""
+    world = World(2, layers=3)
+    shares = world.shares((160, 32))
+    diaries = [Diary() for _ in range(2)]
+
+    def run(rank: int) -> None:
+        backend = GatherAttention(world.pools[rank].buffer, TorchOps())
+        layered = LayeredAttention([diaries[rank].backend(backend)], [range(3)])
+        group = diaries[rank].group(world.groups[rank])
+        attention = RemoteAttention(
+            layered, world.pools[rank : rank + 1], group, remote=Remote.GATHER_KV
+        )
+        meta = attention.plan(shares, ahead=ahead)
+        for layer in range(3):
+            attention.attend(layer, queries(rank, shares), meta)
+
+    world.threads(run)
+    cached, written = "send 5", "send 1"  # rank 0 sends its page of the chunk to rank 1
+    if ahead:
+        want = [cached, written, cached, "attend 0", written, cached, "attend 1"]
+        want += [written, "attend 2"]
+    else:
+        want = [x for layer in range(3) for x in (cached, written, f"attend {layer}")]
+    assert diaries[0].lines == want
+
+
+def test_the_way_may_change_from_step_to_step():
+    """Over the same pages, which all ranks map here: each way writes what the next one reads."""
+    world = World(2, layers=2)
+    ways = [Remote.DIRECT, Remote.SEND_Q, Remote.GATHER_KV, Remote.DIRECT]
+    choices = [
+        AttentionChoice(
+            world.direct, [RankPool(world.buffer, rank, P, rank * P)], world.groups[rank]
+        )
+        for rank in range(2)
+    ]
+    one = World(1, layers=2)
+    one_choice = AttentionChoice(one.direct, [RankPool(one.buffer, 0, P)])
+    for step, way in enumerate(ways):
+        start, count = 50 * step, 50
+        shares, alone = world.shares((start, count)), one.shares((start, count))
+        whole = torch.randn(2, 3, count, HEADS, DIM)
+        want = []
+        planned = one_choice.plan(Remote.DIRECT, alone)
+        for layer, (q, k, v) in enumerate(whole):
+            k, v = k[:, :KV_HEADS], v[:, :KV_HEADS]
+            want.append(planned.attention.run(layer, q, k, v, planned.meta))
+
+        def run(rank: int, way=way, shares=shares, whole=whole, start=start) -> Any:
+            at = torch.from_numpy(shares[rank][0].positions()) - start
+            plan = choices[rank].plan(way, shares)
+            direct = way is Remote.DIRECT
+            meet = (lambda _: world.groups[rank].barrier()) if direct else None
+            outs = []
+            for layer, (q, k, v) in enumerate(whole[:, :, at]):
+                new = q, k[:, :KV_HEADS], v[:, :KV_HEADS]
+                outs.append(plan.attention.run(layer, *new, plan.meta, on_written=meet))
+            return torch.stack(outs), at
+
+        for got, at in world.threads(run):
+            torch.testing.assert_close(got, torch.stack(want)[:, at], rtol=0, atol=1e-5)
+        for group in world.groups:
+            assert group.traffic()[OpKind.BARRIER].calls == (2 if step < 3 else 4)
+
+
+def test_direct_is_no_exchange():
+    world = World(2)
+    with pytest.raises(ValueError, match="read in place"):
+        RemoteAttention(world.layered(0), world.pools[:1], world.groups[0], remote=Remote.DIRECT)
