@@ -87,12 +87,22 @@ def test_processes_whose_pages_or_queries_travel_answer_alike(
     """With loads from the host as well: a layer is sent when it is there."""
     with open_llm(model, 2, remote_kv=remote_kv, host_memory="1MB") as llm:
         assert ids(llm, PROMPTS) == expected
-        ids(llm, [words(seed, 100) for seed in range(40, 52)])  # what is not on the host alone goes
-        again = [llm.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
-        assert [one.token_ids for one in again] == expected
-        assert any(one.cached.host > 0 for one in again)
+        assert ask_until_loaded(llm, expected)
     with pytest.raises(ConfigError, match="every page"):
         open_llm(model, 2, remote_kv=remote_kv, placement="replicate", host_memory="0")
+
+
+def ask_until_loaded(llm: LLM, expected: list[tuple[int, ...]]) -> bool:
+    """Ask, with the devices full of other prompts, until something was loaded from the host: on a
+    busy machine the cost model may find at first that computing is faster."""
+    for turn in range(8):
+        for seed in range(20, 32):
+            ids(llm, [words(100 * turn + seed, 80)])
+        back = [llm.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
+        assert [one.token_ids for one in back] == expected
+        if any(one.cached.host for one in back):
+            return True
+    return False
 
 
 def rank_pids(parent: int) -> list[int]:
@@ -126,11 +136,7 @@ def test_pages_of_all_ranks_come_back_from_the_host(
 ) -> None:
     """More than the devices hold: what was evicted from either rank comes from the host."""
     assert pair.card.num_pages == 120
-    for seed in range(20, 32):
-        ids(pair, [words(seed, 80)])
-    back = [pair.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
-    assert [one.token_ids for one in back] == expected
-    assert sum(one.cached.host for one in back) > 0
+    assert ask_until_loaded(pair, expected)
 
 
 @pytest.mark.parametrize("readers", [1, 4])

@@ -190,7 +190,7 @@ def test_a_wait_that_is_skipped_shows(path, monkeypatch) -> None:
         if self.rank == 0:
             self.post(step, layer)
             return
-        assert over.wait(20.0)
+        assert over.wait(60.0)
         real_written(self, step, layer)
 
     def finished(self: Peers, step: int) -> None:
