@@ -9,7 +9,7 @@ from array import array
 import numpy as np
 import pytest
 
-from phloem.cache import PrefixCache, check_invariants
+from phloem.cache import PrefixCache, Reservation, check_invariants
 from phloem.cache.placement import (
     PLACEMENTS,
     Contiguous,
@@ -97,16 +97,16 @@ def test_a_stripe_costs_at_most_half_as_many_cached_pages_as_it_has(allowed):
 
 
 def test_a_stripe_is_made_even_at_the_cost_of_what_was_used_longest_ago():
-    """Of the next four victims three lie on rank 1: one more makes it two and two."""
+    """Of the next four victims three lie on rank 1: two more make it two and two."""
     cache = pools(2, 12)
     for number in range(12):
-        serve(cache, run_of(100 * number, 8))  # two pages each, they begin in turn on both
-    for number in (0, 2):  # the first page alone is used again: the second, on rank 1, is older
+        serve(cache, run_of(100 * number, 8))  # two pages each, the second on rank 1
+    for number in range(2):  # the first page alone is used again: the second is older now
         cache.reserve(cache.match(NS, run_of(100 * number, 4)), 0).close()
     assert cache.free_pages == 0
     with start(cache, run_of(5000, 4 * 4)) as reservation:
         assert np.bincount(owners_of(reservation.refs)).tolist() == [2, 2]
-    assert cache.leader.evicted_pages == 5
+    assert cache.leader.evicted_pages == 6
     check_invariants(cache, idle=True)
 
 
@@ -157,7 +157,7 @@ def test_no_owner_is_named_more_often_than_it_has_pages(name):
         if name == "replicate":
             free = free[:1]
         count = rng.randint(0, sum(free))
-        start = policy.start(count, free, rng.choice((None, rng.randrange(len(free)))))
+        start = policy.start(count, free, [0] * 9, rng.choice((None, rng.randrange(len(free)))))
         placed = settle(count, free, start, policy.step)
         assert len(placed) == count
         assert all(placed.count(owner) <= have for owner, have in enumerate(free))
@@ -171,7 +171,7 @@ def test_a_stripe_is_even_to_a_page():
     for _ in range(300):
         ranks, count = rng.randint(1, 6), rng.randint(1, 40)
         free = [count] * ranks
-        start = Striped().start(count, free, rng.choice((None, rng.randrange(ranks))))
+        start = Striped().start(count, free, [0] * 9, rng.choice((None, rng.randrange(ranks))))
         owners = settle(count, free, start, Striped.step)
         shares = [owners.count(rank) for rank in range(ranks)]
         assert max(shares) - min(shares) <= 1
@@ -179,17 +179,26 @@ def test_a_stripe_is_even_to_a_page():
 
 
 def test_a_run_goes_on_from_its_last_page():
-    assert Striped().start(5, [9, 9, 9], 1) == 2
-    assert Striped().start(5, [9, 9, 9], 2) == 0
-    assert Contiguous().start(5, [9, 9, 9], 1) == 1
+    assert Striped().start(5, [9, 9, 9], [0, 0, 7], 1) == 2
+    assert Striped().start(5, [9, 9, 9], [0, 0, 0], 2) == 0
+    assert Contiguous().start(5, [9, 9, 9], [0, 9, 0], 1) == 1
+
+
+def test_a_page_is_added_where_fewest_others_decode():
+    assert Striped().start(1, [9, 9, 9], [0, 0, 0], 1) == 2
+    assert Striped().start(1, [9, 9, 9], [3, 3, 3], 1) == 2
+    assert Striped().start(1, [9, 9, 9], [2, 1, 2], 1) == 1
+    assert Striped().start(1, [9, 9, 9], [1, 1, 2], 1) == 0
 
 
 def test_a_run_begins_where_it_leaves_the_room_most_even():
     """One page more than a multiple goes to the roomiest rank, two to the roomiest neighbours."""
-    assert Striped().start(4, [3, 5, 4], None) == 1
-    assert Striped().start(5, [3, 5, 4], None) == 1
-    assert Striped().start(5, [5, 3, 4], None) == 2
-    assert Contiguous().start(5, [3, 2, 4], None) == 2
+    idle = [0, 0, 0]
+    assert Striped().start(4, [3, 5, 4], idle, None) == 1
+    assert Striped().start(5, [3, 5, 4], idle, None) == 1
+    assert Striped().start(5, [5, 3, 4], idle, None) == 2
+    assert Striped().start(6, [5, 3, 4], [1, 0, 1], None) == 2  # ends on rank 1
+    assert Contiguous().start(5, [3, 2, 4], idle, None) == 2
     rng = random.Random(9)
     for _ in range(500):
         free = [rng.randrange(20, 26) for _ in range(rng.randint(2, 6))]
@@ -199,7 +208,8 @@ def test_a_run_begins_where_it_leaves_the_room_most_even():
             owners = settle(count, free, start, 1)
             return sum((have - owners.count(rank)) ** 2 for rank, have in enumerate(free))
 
-        assert left(policy.start(count, free, None)) == min(map(left, range(len(free))))
+        busy = [rng.randrange(9) for _ in free]
+        assert left(policy.start(count, free, busy, None)) == min(map(left, range(len(free))))
 
 
 @pytest.mark.parametrize("odd", [False, True])
@@ -208,12 +218,34 @@ def test_requests_of_equal_length_do_not_all_decode_on_the_same_rank(odd):
     cache = pools(4, 400)
     first = [start(cache, run_of(10**6, 4))] if odd else []
     running = [start(cache, run_of(100 * number, 64)) for number in range(64)]
-    for each in running:
-        each.extend(1)
-    open_pages = [int(owners_of(each.refs)[-1]) for each in running]
-    assert [open_pages.count(rank) for rank in range(4)] == [16] * 4
+    for _ in range(3):
+        assert max(ends(running)) <= 17
+        for each in running:
+            each.extend(1)
+    check_invariants(cache)
     for each in running + first:
         each.close()
+    assert cache.leader.ends == [0] * 4
+
+
+def test_requests_of_any_length_soon_decode_evenly():
+    """40 prompts of 1 to 30 pages; after a page more for each, every rank computes for ten."""
+    cache, rng = pools(4, 400), random.Random(1)
+    lengths = [rng.randint(1, 30) for _ in range(40)]
+    running = [start(cache, run_of(1000 * i, 4 * n)) for i, n in enumerate(lengths)]
+    for _ in range(5):
+        for each in running:
+            each.extend(1)
+        assert max(ends(running)) <= 11
+    for each in running:
+        each.close()
+    check_invariants(cache, idle=True)
+
+
+def ends(running: list[Reservation]) -> list[int]:
+    """How many requests write to each rank's pages next."""
+    owners = [int(owners_of(each.refs)[-1]) for each in running]
+    return [owners.count(rank) for rank in range(4)]
 
 
 def test_the_last_pages_of_a_full_rank_go_to_the_one_with_most_room():
