@@ -122,7 +122,7 @@ def load_worker(
     `on_progress(done_bytes, total_bytes)` follows the weights. Raises ConfigError for options that
     cannot be, for a broken or unsupported checkpoint, and for memory that does not suffice.
     """
-    dtype, device = _dtype(options.dtype), _device(options.device)
+    device = _device(options.device)
     _set_threads(options.threads)
     config = read_model_config(path)
     max_len = _max_model_len(options, config)
@@ -164,12 +164,19 @@ def load_worker(
         max_model_len=max_len,
         weight_bytes=forward.weight_bytes,
         kernels=forward.kernels,
-        activation_bytes=activation_bytes(
-            config, options.max_prefill_tokens, dtype=dtype, max_running=options.max_running
-        ),
+        activation_bytes=_activation_bytes(config, options),
         hosts=hosts,
         transfers=transfers,
         reload=partial(_reload, runner, pools, config, how),
+    )
+
+
+def _activation_bytes(config: ModelConfig, options: WorkerOptions) -> int:
+    return activation_bytes(
+        config,
+        options.max_prefill_tokens,
+        dtype=_dtype(options.dtype),
+        max_running=options.max_running,
     )
 
 
