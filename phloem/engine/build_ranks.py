@@ -84,6 +84,11 @@ def starting_ranks(config: Config, pools: Pools) -> Iterator[RankBuild]:
             "--placement replicate has no host tier: a page is loaded into one pool only; add "
             "--host-memory 0, or use striped or contiguous"
         )
+    if config.parallel.placement == "replicate" and config.parallel.remote_kv != "direct":
+        raise ConfigError(
+            f"--remote-kv {config.parallel.remote_kv} has nothing to do with --placement "
+            "replicate, where every rank has every page; leave it out"
+        )
     ranks = Ranks(pools.num_ranks, len(pools.specs))
     try:
         device = ranks.start(config, pools.device)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from phloem.config.checkpoint import read_model_config
-from phloem.groups import local_progress
+from phloem.groups import local_groups, local_progress
 from phloem.pools import DevicePool
 from phloem.worker.follower import Follower, NoReplica, Replica
 from phloem.worker.load import LoadedWorker, WorkerOptions, kv_dtype_of, load_worker
@@ -37,11 +37,13 @@ def load_local_ranks(
     Pages, host tier and page counts of the result are the leader's: `pools` hold the pages of all
     ranks. `hooks(rank)`: of each rank, instead of those in `options`. Close the worker.
     """
-    boards = local_progress(size)
+    boards, groups = local_progress(size), local_groups(size)
     pools, sampled = _memory(path, options, size)
 
     def load(rank: int, options: WorkerOptions) -> LoadedWorker:
-        place = RankPlace(peers=Peers(boards[rank]), pools=pools, sampled=sampled)
+        place = RankPlace(
+            peers=Peers(boards[rank]), pools=pools, sampled=sampled, group=groups[rank]
+        )
         own = options if hooks is None else replace(options, hooks=hooks(rank))
         return load_worker(path, own, place=place)
 

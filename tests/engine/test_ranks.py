@@ -80,6 +80,21 @@ def test_ranks_with_copies_of_all_pages_answer_alike(
         open_llm(model, 2, placement="replicate", host_memory="1MB")
 
 
+@pytest.mark.parametrize("remote_kv", ["gather_kv", "send_q"])
+def test_processes_whose_pages_or_queries_travel_answer_alike(
+    model: Path, expected: list[tuple[int, ...]], remote_kv: str
+) -> None:
+    """With loads from the host as well: a layer is sent when it is there."""
+    with open_llm(model, 2, remote_kv=remote_kv, host_memory="1MB") as llm:
+        assert ids(llm, PROMPTS) == expected
+        ids(llm, [words(seed, 100) for seed in range(40, 52)])  # what is not on the host alone goes
+        again = [llm.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
+        assert [one.token_ids for one in again] == expected
+        assert any(one.cached.host > 0 for one in again)
+    with pytest.raises(ConfigError, match="every page"):
+        open_llm(model, 2, remote_kv=remote_kv, placement="replicate", host_memory="0")
+
+
 def rank_pids(parent: int) -> list[int]:
     """The rank processes below a process."""
     out = []

@@ -10,10 +10,13 @@ import random
 import socket
 from pathlib import Path
 
+import pytest
+
 from phloem.cache.state import CacheState
 from phloem.engine.rank_seats import RankSeat
 from phloem.replica import RecordReader
-from phloem.worker import Follower, Hooks, Wire, WorkerOptions, load_worker
+from phloem.worker import Follower, Hooks, InlineWorker, Wire, WorkerOptions, load_worker
+from tests.parity.exact import sum_row_by_row
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
@@ -33,6 +36,9 @@ if __name__ == "__main__":
     hooks = Hooks(on_layer=jitter, nan_fill=True)
     options = WorkerOptions(hooks=hooks, inline=True, **json.loads(args.options))
     loaded = load_worker(Path(args.path), options, place=seat.take(len(seat.pools)))
+    assert isinstance(loaded.worker, InlineWorker)
+    if options.kernels == "reference":  # as `exact.sum_row_by_row` asks for in the test's process
+        sum_row_by_row(pytest.MonkeyPatch())
     pages = (loaded.num_pages[0],) * seat.progress.size
     state = CacheState(options.page_size, pages, host_pages=args.host_pages)
     wire = Wire(socket.socket(fileno=args.socket))
