@@ -125,7 +125,7 @@ def load_worker(
     `on_progress(done_bytes, total_bytes)` follows the weights. Raises ConfigError for options that
     cannot be, for a broken or unsupported checkpoint, and for memory that does not suffice.
     """
-    device = _device(options.device)
+    dtype, device = _dtype(options.dtype), _device(options.device)
     _set_threads(options.threads)
     config = read_model_config(path)
     max_len = _max_model_len(options, config)
@@ -137,16 +137,13 @@ def load_worker(
         pools, config.component_layers, _host_pages(options, len(specs)), options.transfer_hooks
     )
     forward = load_forward(path, config, pools, how, on_progress)
-    replicas = None
-    if place is not None and options.replicate:
-        replicas = Replicas(pools, config.component_layers, place.peers.rank)
     tables = RowTables(
         max_running=options.max_running,
         max_pages=pages_for_tokens(max_len, options.page_size),
         num_components=len(specs),
         pages_per_owner=num_pages,
         sampled=None if place is None else SampledTokens(options.max_running, place.sampled),
-        copy=0 if replicas is None else replicas.rank,
+        copy=place.peers.rank if place is not None and options.replicate else 0,
     )
     runner = Runner(
         forward.model,
@@ -156,7 +153,7 @@ def load_worker(
         hooks=options.hooks,
         gate=transfers,
         peers=None if place is None else place.peers,
-        reach=replicas or _choice(forward.attention, pools, place),
+        reach=None if place is None else _reach(options, forward.attention, pools, place),
     )
     return LoadedWorker(
         worker=InlineWorker(runner, pools) if options.inline else TorchWorker(runner, pools),
@@ -167,29 +164,25 @@ def load_worker(
         max_model_len=max_len,
         weight_bytes=forward.weight_bytes,
         kernels=forward.kernels,
-        activation_bytes=_activation_bytes(config, options),
+        activation_bytes=activation_bytes(
+            config, options.max_prefill_tokens, dtype=dtype, max_running=options.max_running
+        ),
         hosts=hosts,
         transfers=transfers,
         reload=partial(_reload, runner, pools, config, how),
     )
 
 
-def _activation_bytes(config: ModelConfig, options: WorkerOptions) -> int:
-    return activation_bytes(
-        config,
-        options.max_prefill_tokens,
-        dtype=_dtype(options.dtype),
-        max_running=options.max_running,
-    )
-
-
-def _choice(
-    direct: LayeredAttention, pools: Sequence[DevicePool], place: RankPlace | None
-) -> AttentionChoice | None:
-    """The ways in which a rank of a group can attend over pages of others."""
-    if place is None or place.group is None:
-        return None
+def _reach(
+    options: WorkerOptions,
+    direct: LayeredAttention,
+    pools: Sequence[DevicePool],
+    place: RankPlace,
+) -> Replicas | AttentionChoice:
+    """How one rank of several comes by the pages that others compute."""
     rank = place.peers.rank
+    if options.replicate:
+        return Replicas(pools, direct.layers, rank)
     own = [
         RankPool(pool.buffer, rank, pool.num_pages, first_slot=rank * pool.num_pages)
         for pool in pools
