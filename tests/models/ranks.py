@@ -22,6 +22,7 @@ from phloem.config.checkpoint import read_model_config
 from phloem.core.plan import PageTableUpdate, RowPlan, StepPlan
 from phloem.core.remote import Remote
 from phloem.core.tokens import tokens_to_bytes
+from phloem.groups.base import BaseGroup
 from phloem.groups.local import local_groups
 from phloem.kv.spec import KVDtype
 from phloem.models import Quantisation
@@ -67,6 +68,7 @@ class Ranks:
         pages_per_rank: int = 160,
         dtype: KVDtype = KVDtype.FP32,
         remote: Remote = Remote.DIRECT,
+        twin: Callable[[BaseGroup], BaseGroup] | None = None,
     ) -> None:
         self.config = read_model_config(Path(str(path)))
         self.num_ranks, self.page_size, self.pages_per_rank = num_ranks, page_size, pages_per_rank
@@ -94,7 +96,8 @@ class Ranks:
             load_forward(Path(str(path)), self.config, self.pools[0 if direct else r], options)
             for r in range(num_ranks)
         ]
-        self.groups = local_groups(num_ranks, timeout_s=MEETING_S)
+        groups: list[BaseGroup] = [*local_groups(num_ranks, timeout_s=MEETING_S)]
+        self.groups = groups if twin is None else [twin(group) for group in groups]
         self.attentions = [
             forward.attention if direct else self._exchanging(rank, forward)
             for rank, forward in enumerate(self.passes)

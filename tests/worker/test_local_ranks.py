@@ -198,9 +198,12 @@ def test_a_wait_that_is_skipped_shows(path, monkeypatch) -> None:
         if self.rank == 0:
             over.set()
 
+    ranks, logits = driver(path, 2, striped(2))
+    first = prompt(5, 2)
+    ranks.admit(1, first)
+    ranks.step(ranks.chunk(1, first, 0, 5))  # after it all other pages of both ranks are NaN
     monkeypatch.setattr(Peers, "written", written)
     monkeypatch.setattr(Peers, "finished", finished)
-    ranks, logits = driver(path, 2, striped(2))
     ids = prompt(43, 1)
     ranks.admit(0, ids)
     ranks.step(ranks.chunk(0, ids, 0, 18))
