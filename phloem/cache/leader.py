@@ -147,15 +147,17 @@ class Leader:
     def _take_placed(self, num_pages: int, last: int | None) -> bytes:
         """As the policy wants them placed: it may evict more for that, up to a price."""
         policy = self.placement
+        allocators = self.state.allocators
         price = policy.price(num_pages) if self.evicts_for_placement else 0
-        while True:
-            free = [allocator.num_free for allocator in self.state.allocators]
-            start = policy.start(free, last)
-            missing = num_displaced(num_pages, free, start, policy.step) if price else 0
-            evicted = self.evict(min(price, missing)) if missing else 0
+        free = [allocator.num_free for allocator in allocators]
+        start = policy.start(num_pages, free, last)
+        while price and (missing := num_displaced(num_pages, free, start, policy.step)):
+            evicted = self.evict(min(price, missing))
             if not evicted:
-                return take_pages(num_pages, free, start, policy.step, self._take)
+                break
             price -= evicted
+            free = [allocator.num_free for allocator in allocators]
+        return take_pages(num_pages, free, start, policy.step, self._take)
 
     def _take(self, owner: int, num_pages: int) -> bytes:
         return cast(bytes, self.log.append(commands.alloc(owner, num_pages)))

@@ -49,6 +49,7 @@ usage: phloem bench WHAT [flags]
   kernels  the native kernels against PyTorch's
   tiers    copies, storage, overlap, and time to first token by tier (minutes; --quick: less)
   window   sliding windows: memory, hits, bytes copied, decode time (minutes; --quick: less)
+  cp       several ranks with one cache: what fits, hits, time, the log (minutes; --quick: less)
 
 Every bench prints a table (stderr) and, as the last line of stdout, one JSON document.
 
@@ -74,6 +75,7 @@ def run(argv: Sequence[str]) -> int:
         "compare": _compare,
         "profile": _profile,
         "tiers": _tiers,
+        "cp": _cp,
         **{name: functools.partial(_micro, name) for name in MICRO},
     }
     if argv[0] not in benches:
@@ -118,6 +120,25 @@ def _tiers(argv: Sequence[str]) -> int:
         parts=parts,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
+    print_report(document["bench"], results_from(document))
+    return 0
+
+
+def _cp(argv: Sequence[str]) -> int:
+    bench = importlib.import_module("phloem.bench.cp")
+    parser = FlagParser(
+        prog="phloem bench cp",
+        usage="phloem bench cp [--quick] [--parts PARTS]",
+        description="Several ranks that share one cache: what fits, how often it hits, what "
+        "dividing the pages costs in time, and what the log costs.",
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer samples, shorter prompts")
+    parser.add_argument("--parts", default=",".join(bench.PARTS), help="default: %(default)s")
+    args = parser.parse_args(argv)
+    parts = args.parts.split(",")
+    if unknown := set(parts) - set(bench.PARTS):
+        raise ConfigError(f"there is no part {min(unknown)!r} ({', '.join(bench.PARTS)})")
+    document: dict[str, Any] = bench.run(args.quick, parts=parts)
     print_report(document["bench"], results_from(document))
     return 0
 

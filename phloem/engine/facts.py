@@ -68,7 +68,7 @@ def startup_rows(facts: EngineFacts) -> list[tuple[str, str]]:
         *([] if facts.num_ranks == 1 else [("ranks", _ranks(facts))]),
         ("host tier", _host_tier(facts)),
         ("storage", facts.storage or "off"),
-        ("weights", f"{format_bytes(facts.weight_bytes)}, quantization {facts.quantization}"),
+        ("weights", _weights(facts)),
         ("step memory", f"at most {format_bytes(facts.activation_bytes)}"),
         ("prefix cache", "on" if facts.prefix_cache else "off"),
         ("schedule policy", facts.schedule_policy),
@@ -110,6 +110,11 @@ def _window_rows(window: WindowFacts) -> list[tuple[str, str]]:
         ("window", f"{window.tokens:,} tokens in {window.layers} layers; kept: {kept}"),
         ("window pages", f"{window.num_pages:,} ({format_bytes(window.page_bytes)} each)"),
     ]
+
+
+def _weights(facts: EngineFacts) -> str:
+    each = "" if facts.num_ranks == 1 else " on each rank"
+    return f"{format_bytes(facts.weight_bytes)}{each}, quantization {facts.quantization}"
 
 
 def _ranks(facts: EngineFacts) -> str:

@@ -29,7 +29,7 @@ __all__ = [
 def cpu_kernels() -> str:
     """What `--kernels auto` takes on this CPU for models that both can compute.
 
-    With bf16 matrix instructions PyTorch's products are still the faster ones.
+    With bf16 matrix instructions PyTorch: native kernels for those have not been measured yet.
     """
     return "torch" if cpu_multiplies_bf16() or not native_available() else "native"
 

@@ -6,8 +6,8 @@ its own: nothing in it depends on other rows, so chunking and the split of heads
     int8, fp8    | D codes | scale (bf16) |                        of each part of the row
     fp4          | D / 2 bytes, two codes each | D / 16 scales |   a scale for 16 numbers
 
-A scale is rounded up, so the largest number of a row stays within the codes. The scales of fp4 are
-e5m3: fp16 without its sign and its last seven bits. All ones is NaN in each kind of scale, so a
+A bf16 scale is rounded up, so the largest number of a row stays within the codes. The scales of fp4
+are e5m3: fp16 without its sign and its last seven bits. All ones is NaN in each kind of scale, so a
 poisoned page reads as NaN; all zeros reads as zeros.
 """
 
@@ -25,7 +25,10 @@ from phloem.kv.spec import FP4_BLOCK, KVDtype, KVSpec
 __all__ = ["CastCodec", "PackedCodec", "RowCodec", "make_codec", "torch_dtype"]
 
 _INT8_MAX, _FP8_MAX, _FP4_MAX = 127.0, 448.0, 6.0
-_E5M3_MAX = 61440.0
+_E5M3_MAX, _E5M3_LAST = 61440.0, 0xF7
+# Scales that are tried beside that of the largest number: a block may fit a larger one better, or
+# one at which its largest number is cut. Of normal numbers the error is 0.082, without them 0.095.
+_FP4_STEPS = (-1, 1, 2, 3, 4, 5)
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP4_BORDERS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
@@ -142,16 +145,33 @@ def _decode_scaled(codes: torch.dtype) -> _Decode:
 
 
 def _encode_fp4(piece: Tensor) -> Tensor:
+    """Of each block the scale that leaves the least squared error, of a few near the largest."""
     blocks = piece.reshape(*piece.shape[:-1], -1, FP4_BLOCK)
-    exact = blocks.abs().amax(dim=-1) / _FP4_MAX
-    half = exact.clamp(max=_E5M3_MAX).to(torch.float16)
-    scales = ((half.view(torch.int16) + 64) >> 7).to(torch.uint8)  # the sign is never set
-    units = blocks / _fp4_scales(scales, torch.float32).masked_fill_(scales == 0, 1.0)[..., None]
-    units.masked_fill_((scales == 0)[..., None], 0.0)
-    borders = torch.tensor(_FP4_BORDERS, device=piece.device)
-    codes = torch.bucketize(units.abs(), borders, right=True) + 8 * (units < 0)
-    codes = codes.flatten(-2).to(torch.uint8)
+    half = (blocks.abs().amax(dim=-1) / _FP4_MAX).clamp(max=_E5M3_MAX).to(torch.float16)
+    first = (half.view(torch.int16) + 64) >> 7  # the sign is never set
+    scales = first.to(torch.uint8)
+    codes, least = _fp4_codes(blocks, scales)
+    for step in _FP4_STEPS:
+        tried = (first + step).clamp(0, _E5M3_LAST).to(torch.uint8)
+        other, error = _fp4_codes(blocks, tried)
+        better = error < least
+        codes = torch.where(better[..., None], other, codes)
+        scales, least = torch.where(better, tried, scales), torch.minimum(error, least)
+    codes = (codes + 8 * (blocks < 0)).flatten(-2).to(torch.uint8)
     return torch.cat((codes[..., 0::2] | codes[..., 1::2] << 4, scales), dim=-1)
+
+
+def _fp4_codes(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Nearest codes of the sizes of blocks (..., 16), and the squared error of each block."""
+    scale, sizes = _fp4_scales(scales, torch.float32)[..., None], blocks.abs()
+    borders = torch.tensor(_FP4_BORDERS, device=blocks.device)
+    codes = torch.bucketize(sizes / torch.where(scale > 0, scale, torch.inf), borders, right=True)
+    values = torch.tensor(_FP4_VALUES, device=blocks.device)
+    error = (values[codes] * scale - sizes).square()
+    while error.shape[-1] > 1:  # in this order, whatever lies beside it
+        middle = error.shape[-1] // 2
+        error = error[..., :middle] + error[..., middle:]
+    return codes, error[..., 0]
 
 
 def _fp4_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:

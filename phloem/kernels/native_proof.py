@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import hashlib
 import json
 import logging
@@ -25,7 +26,15 @@ from pathlib import Path
 from phloem.kernels import native_abi as abi
 from phloem.kernels.native_abi import CpuIsa
 
-__all__ = ["Finding", "Verdict", "examine", "finding_of", "trusted_isas", "verdicts_path"]
+__all__ = [
+    "Finding",
+    "Verdict",
+    "examine",
+    "finding_of",
+    "trusted",
+    "trusted_isas",
+    "verdicts_path",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -70,26 +79,30 @@ class Finding:
 
 
 def trusted_isas() -> Iterator[CpuIsa]:
-    """What `auto` may take, best first; tested one by one as they are asked for.
-
-    One warning for each that the processor has and the self-test does not let pass.
-    """
+    """What `auto` may take, best first; tested one by one as they are asked for."""
     library, path = abi.library(), abi.library_path()
     for isa in UNPROVEN:
         if path is None or not library.phloem_isa_supported(abi.ISA_NUMBERS[isa]):
             continue
-        finding = finding_of(isa, path)
-        if finding.verdict is Verdict.RIGHT:
+        if trusted(isa, path):
             yield isa
-        else:
-            logger.warning(
-                "native kernels: %s is not used on this machine: its self-test %s (%s)",
-                isa.value,
-                finding.verdict.value,
-                finding.detail,
-            )
     best = library.phloem_best_isa()
     yield from (isa for isa, number in reversed(abi.ISA_NUMBERS.items()) if number <= best)
+
+
+@functools.cache
+def trusted(isa: CpuIsa, library: Path) -> bool:
+    """Whether the self-test lets `isa` pass; asked and, if it does not, reported once a process."""
+    finding = finding_of(isa, library)
+    if finding.verdict is Verdict.RIGHT:
+        return True
+    logger.warning(
+        "native kernels: %s is not used on this machine; self-test: %s (%s)",
+        isa.value,
+        finding.verdict.value,
+        finding.detail,
+    )
+    return False
 
 
 def finding_of(isa: CpuIsa, library: Path, *, timeout_s: float = TIMEOUT_S) -> Finding:

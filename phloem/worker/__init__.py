@@ -12,7 +12,7 @@ from phloem.worker.ranked import RankedWorker, RankHooks
 from phloem.worker.runner import CaptureLogits, Hooks, Runner
 from phloem.worker.sampled import SampledTokens
 from phloem.worker.torch_worker import InlineWorker, TorchWorker
-from phloem.worker.wire import Wire, packed
+from phloem.worker.wire import Step, Wire, packed
 
 __all__ = [
     "CaptureLogits",
@@ -27,6 +27,7 @@ __all__ = [
     "Replica",
     "Runner",
     "SampledTokens",
+    "Step",
     "TorchWorker",
     "Wire",
     "WorkerOptions",

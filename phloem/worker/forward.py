@@ -63,7 +63,7 @@ def choose_kernels(
 ) -> str:
     """What "auto" means here. Raises ConfigError for a name or a combination that cannot be.
 
-    On a CPU with bf16 matrix instructions PyTorch's products are still the faster ones; quantised
+    On a CPU with bf16 matrix instructions PyTorch, until native ones are measured there; quantised
     weights are what only native kernels read. `lacking`: what native kernels would need beside
     what the model asks of them, and do not have.
     """

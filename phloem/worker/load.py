@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from phloem.attention import LayeredAttention
+from phloem.attention.choice import AttentionChoice
+from phloem.attention.remote_pages import RankPool
 from phloem.config.checkpoint import read_model_config
 from phloem.config.model import ModelConfig
 from phloem.core.errors import ConfigError
@@ -153,7 +156,7 @@ def load_worker(
         hooks=options.hooks,
         gate=transfers,
         peers=None if place is None else place.peers,
-        replicas=replicas,
+        reach=replicas or _choice(forward.attention, pools, place),
     )
     return LoadedWorker(
         worker=InlineWorker(runner, pools) if options.inline else TorchWorker(runner, pools),
@@ -171,6 +174,20 @@ def load_worker(
         transfers=transfers,
         reload=partial(_reload, runner, pools, config, how),
     )
+
+
+def _choice(
+    direct: LayeredAttention, pools: Sequence[DevicePool], place: RankPlace | None
+) -> AttentionChoice | None:
+    """The ways in which a rank of a group can attend over pages of others."""
+    if place is None or place.group is None:
+        return None
+    rank = place.peers.rank
+    own = [
+        RankPool(pool.buffer, rank, pool.num_pages, first_slot=rank * pool.num_pages)
+        for pool in pools
+    ]
+    return AttentionChoice(direct, own, place.group)
 
 
 def _forward_options(

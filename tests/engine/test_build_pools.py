@@ -51,6 +51,16 @@ def test_both_pools_fit_into_the_memory(models: Path, memory: str):
     assert found.window.num_pages == found.device[1] <= found.device[0]
 
 
+def test_smaller_pages_are_more_pages_on_device_and_host(models: Path):
+    """16 numbers a row: 64 bytes in fp32, 18 in int8, 9 in fp4."""
+    plain = pools(models / "llama", kv_memory="1MB", host="2MB")
+    for dtype, row_bytes in (("fp32", 64), ("bf16", 32), ("int8", 18), ("fp8", 18), ("fp4", 9)):
+        found = pools(models / "llama", kv_memory="1MB", host="2MB", kv_dtype=dtype)
+        for mine, others in zip(found.device + found.host, plain.device + plain.host, strict=True):
+            assert others * 64 <= mine * row_bytes + 64
+            assert mine * row_bytes <= (others + 1) * 64
+
+
 def test_flags_change_ratio_and_checkpoints(models: Path):
     found = pools(models / "gemma3", num_pages=100, window_pool_ratio=0.4, window_checkpoint=20)
     assert found.device == (100, 40)

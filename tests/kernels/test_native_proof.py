@@ -20,6 +20,8 @@ def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(FAULT, raising=False)
     monkeypatch.delenv("PHLOEM_CPU_ISA", raising=False)
+    yield
+    native_proof.trusted.cache_clear()
 
 
 @pytest.fixture
@@ -33,6 +35,8 @@ def processor_with_tiles(monkeypatch):
 
 
 def isa_that_auto_takes() -> CpuIsa:
+    """In a new process."""
+    native_proof.trusted.cache_clear()
     kernels = NativeKernels(threads=1)
     isa = kernels.isa
     kernels.close()
@@ -88,6 +92,7 @@ def test_auto_falls_to_the_next_path(
     monkeypatch.setenv(FAULT, faults)
     with caplog.at_level(logging.WARNING, logger=native_proof.logger.name):
         assert isa_that_auto_takes() is taken
+        NativeKernels(threads=1).close()  # a second context of the process asks and warns no more
     assert [record.getMessage().split()[2] for record in caplog.records] == warned
 
 

@@ -52,12 +52,22 @@ def make_facts(groups: int = 1, pages: int = 10, spec: Any = None, **changes: An
     return KeyFacts(**(facts | changes))
 
 
+def _latent(width: int, rope_dim: int) -> dict[str, Any]:
+    latent = {"kind": AttentionKind.MLA, "num_kv_heads": 1}
+    return latent | {"head_dim": width, "rope_dim": rope_dim}
+
+
 def test_o14_every_fact_that_changes_kv_or_its_bytes_changes_every_key() -> None:
     variants = [
         make_facts(),
         make_facts(weights=b"v" * 32),
         make_facts(weight_quantisation="int8"),
         make_facts(spec={"dtype": KVDtype.FP32}),
+        *(make_facts(spec={"dtype": d}) for d in (KVDtype.INT8, KVDtype.FP8, KVDtype.FP4)),
+        make_facts(spec=_latent(64, 16)),
+        make_facts(spec=_latent(64, 32)),
+        make_facts(spec=_latent(64, 16) | {"dtype": KVDtype.INT8}),
+        make_facts(spec={"num_kv_heads": 1, "head_dim": 32}),  # as many bytes as a latent of 64
         make_facts(spec={"page_size": 8}),
         make_facts(spec={"num_layers": 5}),
         make_facts(spec={"num_kv_heads": 4}),

@@ -31,6 +31,67 @@ def test_page_bytes_of_smollm2() -> None:
     assert spec.page_bytes == 368_640
 
 
+@pytest.mark.parametrize(
+    ("dtype", "row_bytes", "token_bytes"),
+    [
+        ("fp32", 256, 46_080),
+        ("bf16", 128, 23_040),
+        ("int8", 64 + 2, 11_880),
+        ("fp8", 64 + 2, 11_880),
+        ("fp4", 32 + 4, 6_480),
+    ],
+)
+def test_page_bytes_of_smollm2_in_every_dtype(dtype: str, row_bytes: int, token_bytes: int) -> None:
+    """180 rows of 64 a token; scales lie in their row, so pages a GB grow as rows shrink."""
+    spec = make_spec(dtype=KVDtype(dtype))
+    assert (spec.row_bytes, spec.token_bytes) == (row_bytes, token_bytes)
+    assert spec.page_bytes == 16 * token_bytes
+    assert num_pages_for(spec, 10**9) == 10**9 // (16 * token_bytes)
+    layout = PageLayout(spec, 3, 3)
+    bytes_of_item = 1 if spec.dtype.is_packed else spec.dtype.part_bytes(1)
+    assert math.prod(layout.shape) * bytes_of_item == layout.total_bytes
+
+
+LATENT: dict[str, object] = {
+    "kind": AttentionKind.MLA,
+    "num_layers": 61,
+    "num_kv_heads": 1,
+    "head_dim": 576,
+    "rope_dim": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "row_bytes"),
+    [("bf16", 1152), ("int8", 512 + 2 + 64 + 2), ("fp4", 256 + 32 + 32 + 4)],
+)
+def test_page_bytes_of_deepseek_v3(dtype: str, row_bytes: int) -> None:
+    """61 rows a token, one of a layer: not K and V of 128 heads, which are 71 times as much."""
+    spec = make_spec(**LATENT, dtype=KVDtype(dtype))
+    assert spec.parts == (512, 64)
+    assert spec.token_bytes == 61 * row_bytes
+    assert PageLayout(spec, 1, 1).shape[3] == 1
+    heads = make_spec(num_layers=61, num_kv_heads=128, head_dim=(192 + 128) // 2)
+    assert dtype != "bf16" or heads.token_bytes // spec.token_bytes == 71
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_kv_heads": 2}, "a latent is of one head"),
+        ({"retention": 128}, "and kept for all tokens"),
+        ({"rope_dim": 576}, "a rotary part of 576 does not fit a row of 576"),
+        ({"rope_dim": 0}, "a rotary part of 0 does not fit"),
+        ({"kind": AttentionKind.GQA}, "a rotary part of 64 is kept apart in a latent only"),
+        ({"rope_dim": 24, "dtype": KVDtype.FP4}, "does not divide rows of 552 and 24"),
+        ({"rope_dim": 63, "dtype": KVDtype.INT8}, "need rows of even length"),
+    ],
+)
+def test_latents_that_cannot_be_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_spec(**LATENT | changes)
+
+
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 def test_objects_tile_the_pool_exactly(groups: int) -> None:
     """Objects in (page, head group) order lie back to back and cover every byte once."""

@@ -18,7 +18,8 @@ from tests.parity.exact import check_exact, sum_row_by_row
 from tests.parity.rig import Cold, Rig
 from tests.parity.test_journeys import words
 
-# (kind, dtype, page size, pages a chunk): every two of them meet, but for kinds of windows
+# (kind, dtype, page size, pages a chunk): of latents and heads each dtype and each page size meet
+# each other, but for kinds of windows. `test_ranks_exact.py` has the same on several ranks.
 CELLS = [
     ("llama", "fp32", 1, 3),
     ("llama", "bf16", 4, 1),
@@ -65,7 +66,7 @@ def shape_of(dtype: str, page_size: int, pages: int) -> dict[str, object]:
         "kernels": "reference",
         "kv_dtype": dtype,
         "page_size": page_size,
-        "num_pages": max(72 // page_size, 9),
+        "num_pages": 72 // page_size if page_size < 16 else 10,
         "max_prefill_tokens": max(pages * page_size, 4),
     }
 
@@ -81,7 +82,7 @@ def journey(rig: Rig, history: list[int], turns: int) -> list[int]:
     return history
 
 
-@pytest.mark.parametrize(("kind", "dtype", "page_size", "pages"), CELLS)
+@pytest.mark.parametrize(("kind", "dtype", "page_size", "pages"), CELLS, ids=str)
 def test_device_host_storage_and_restart_equal_cold_to_the_last_bit(
     models: Models, tmp_path: Path, kind: str, dtype: str, page_size: int, pages: int
 ) -> None:
@@ -101,6 +102,43 @@ def test_device_host_storage_and_restart_equal_cold_to_the_last_bit(
         rig.cache.evict(rig.cache.evictable_pages)
         assert rig.ask(history + answer.tokens + words(99, 3), 2).sources.host > 0
         assert check_exact(rig, cold) > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "ranks"),
+    [
+        ("llama", "int8", 2),
+        ("v3", "fp8", 2),
+        *(
+            pytest.param(*cell, marks=pytest.mark.long)
+            for cell in (("llama", "fp4", 3), ("v3", "int8", 3), ("v2-yarn", "bf16", 2))
+        ),
+    ],
+)
+def test_processes_equal_cold_to_the_last_bit(
+    models: Models, tmp_path: Path, kind: str, dtype: str, ranks: int
+) -> None:
+    """Ranks that map each other's pages; then one rank alone finds what they have stored."""
+    path, cold = models(kind), Cold(models(kind), kernels="reference", kv_dtype=dtype)
+    shape = shape_of(dtype, 4, 2) | {"host_pages": 60}
+    shape["tiers"] = TierConfig(prefetch_policy="wait_complete")
+    with Rig(path, **shape, store=tmp_path, ranks=ranks, processes=True) as rig:
+        history = journey(rig, words(1, 14), 3)
+        assert sum(a.cached for a in rig.answers.values()) > 0
+        assert check_exact(rig, cold) > 0
+    with Rig(path, **shape, store=tmp_path) as rig:
+        assert rig.ask(history, 2).sources.storage > 0
+        assert check_exact(rig, cold) > 0
+
+
+def test_o14_pages_of_another_dtype_are_never_read(models: Models, tmp_path: Path) -> None:
+    """int8 and fp8 pages have the same size: only their keys tell them apart."""
+    path, prompt = models("v3"), words(2, 21)
+    config = TierConfig(prefetch_policy="wait_complete")
+    for dtype, again in [("int8", False), ("fp8", False), ("fp4", False), ("int8", True)]:
+        shape = shape_of(dtype, 4, 3) | {"host_pages": 40, "tiers": config}
+        with Rig(path, **shape, store=tmp_path) as rig:
+            assert rig.ask(prompt, 2).sources.storage == (20 if again else 0)
 
 
 def chat(path: Path, cold: Cold, *, sabotage: Callable[[Rig], None] | None = None) -> None:

@@ -213,6 +213,16 @@ def test_a_rank_that_dies_in_a_step_ends_the_wait(rig) -> None:
         rig.worker.collect()
 
 
+def test_a_failure_is_known_before_the_leaders_own_worker_notices(rig) -> None:
+    """It waits for a rank that does not move, for two minutes if need be."""
+    rig.worker.submit(plan(0, row(0)))
+    rig.report(2, Failed("ValueError: no"))
+    assert rig.failed.wait(PATIENCE_S)
+    assert rig.worker.wait(0.0)
+    with pytest.raises(EngineDead, match="rank 2 failed: ValueError: no"):
+        rig.worker.collect()
+
+
 def test_close_reaps_between_the_order_and_the_end(rig) -> None:
     """Ranks are told first: red if the leader's own thread is waited for while they still run."""
     seen = []

@@ -1,0 +1,43 @@
+"""`phloem bench cp`: what several ranks that share one cache gain and cost.
+
+Names and sides: bench/cp_hits.py (what fits, how often it hits), cp_time.py (prefill and decode),
+cp_control.py (the log). `cost_model_right`: the share of a grid of shapes, ranks and simulated
+links in which the leader's choice of how remote pages are read is the fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from phloem.bench import cp_hits
+from phloem.bench.cp_control import measure_control
+from phloem.bench.cp_time import measure_time
+from phloem.bench.report import Result
+from phloem.sim.links import remote_grid, right_share
+
+__all__ = ["PARTS", "run"]
+
+PARTS = ("hits", "choice", "control", "time")
+NUM_LAYERS = 24
+
+
+def run(quick: bool = False, parts: Iterable[str] = PARTS) -> dict[str, Any]:
+    """Measure `parts`; about twenty minutes (quick: three)."""
+    results: list[Result] = []
+    for part in parts:
+        if part == "hits":
+            results += [
+                Result(name=name, value=None if value is None else round(value, 4), unit="ratio")
+                for name, value in cp_hits.figures().items()
+            ]
+        elif part == "choice":
+            share = right_share(remote_grid(), NUM_LAYERS)
+            results.append(Result(name="cost_model_right", value=round(share, 4), unit="ratio"))
+        elif part == "control":
+            results += measure_control()
+        elif part == "time":
+            results += measure_time(quick=quick)
+        else:
+            raise ValueError(f"no part {part!r}; there are {', '.join(PARTS)}")
+    return {"bench": "cp", "results": [result.as_json() for result in results]}
