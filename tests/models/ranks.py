@@ -27,7 +27,7 @@ from phloem.groups.local import local_groups
 from phloem.kv.spec import KVDtype
 from phloem.models import Quantisation
 from phloem.worker.forward import ForwardOptions, ForwardPass, load_forward
-from phloem.worker.inputs import RankShare, StepInputs, build_inputs, build_shares
+from phloem.worker.inputs import RankShare, StepInputs, build_inputs
 from phloem.worker.pages import kv_specs, make_pools
 from phloem.worker.rows import RowTables
 
@@ -218,14 +218,7 @@ class Ranks:
 
     @torch.inference_mode()
     def _run(self, rank: int, plan: StepPlan, meeting: Meeting) -> tuple[StepInputs, torch.Tensor]:
-        built = build_inputs(
-            plan,
-            self.tables,
-            page_size=self.page_size,
-            window=self.config.window,
-            device=CPU,
-            share=self.share_of(rank),
-        )
+        built = self._inputs(plan, self.share_of(rank))
         inputs, forward = self.alter(rank, built), self.passes[rank]
         attention = self.attentions[rank]
         hooks: dict[str, Any] = {"on_layer": lambda: None}
@@ -244,13 +237,16 @@ class Ranks:
         """What attention plans by."""
         if self.remote is Remote.DIRECT:
             return inputs.batches
-        return build_shares(
+        return [self._inputs(plan, self.share_of(rank)).batches for rank in range(self.num_ranks)]
+
+    def _inputs(self, plan: StepPlan, share: RankShare | None) -> StepInputs:
+        return build_inputs(
             plan,
             self.tables,
             page_size=self.page_size,
             window=self.config.window,
-            num_ranks=self.num_ranks,
-            pages_per_rank=self.pages_per_rank,
+            device=CPU,
+            share=share,
         )
 
     def _keep(self, parts: Sequence[tuple[StepInputs, torch.Tensor]]) -> None:
