@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from phloem.config.checkpoint import read_model_config
-from phloem.groups import local_groups, local_progress
+from phloem.groups import Link, LinkedGroup, local_groups, local_progress
 from phloem.pools import DevicePool
 from phloem.worker.follower import Follower, NoReplica, Replica
 from phloem.worker.load import LoadedWorker, WorkerOptions, kv_dtype_of, load_worker
@@ -31,19 +31,20 @@ def load_local_ranks(
     *,
     hooks: Callable[[int], Hooks] | None = None,
     replicas: Callable[[int], Replica] | None = None,
+    link: Link | None = None,
 ) -> LoadedWorker:
     """Load a checkpoint `size` times; `worker` of the result is a RankedWorker over all of them.
 
     Pages, host tier and page counts of the result are the leader's: `pools` hold the pages of all
-    ranks. `hooks(rank)`: of each rank, instead of those in `options`. Close the worker.
+    ranks. `hooks(rank)`: of each rank, instead of those in `options`. `link`: what travels
+    between ranks goes over it. Close the worker.
     """
     boards, groups = local_progress(size), local_groups(size)
     pools, sampled = _memory(path, options, size)
 
     def load(rank: int, options: WorkerOptions) -> LoadedWorker:
-        place = RankPlace(
-            peers=Peers(boards[rank]), pools=pools, sampled=sampled, group=groups[rank]
-        )
+        own_group = groups[rank] if link is None else LinkedGroup(groups[rank], link)
+        place = RankPlace(peers=Peers(boards[rank]), pools=pools, sampled=sampled, group=own_group)
         own = options if hooks is None else replace(options, hooks=hooks(rank))
         return load_worker(path, own, place=place)
 
