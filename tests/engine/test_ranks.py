@@ -139,7 +139,7 @@ def test_pages_of_all_ranks_come_back_from_the_host(
     assert ask_until_loaded(pair, expected)
 
 
-@pytest.mark.parametrize("readers", [1, 4])
+@pytest.mark.parametrize("readers", [1, 2, 4])
 def test_a_directory_written_by_two_ranks_is_read_by_any_number(
     model: Path, tmp_path: Path, expected: list[tuple[int, ...]], readers: int
 ) -> None:
