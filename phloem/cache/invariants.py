@@ -138,6 +138,9 @@ def _owners(cache: PrefixCache) -> Iterator[str]:
                 f"owner {allocator.owner}: {parts[0]} free + {parts[1]} evictable + {parts[2]} "
                 f"locked pages are not {allocator.capacity}"
             )
+    running = sum(1 for r in cache.leader.reservations if not r.closed and r.num_pages)
+    if len(cache.state.allocators) > 1 and sum(cache.leader.ends) != running:
+        yield f"{sum(cache.leader.ends)} requests count as running, {running} are"
     if sum(allocator.num_free for allocator in cache.state.allocators) != cache.free_pages:
         yield f"{cache.free_pages} pages count as free, the allocators say otherwise"
 

@@ -43,6 +43,7 @@ class Leader:
         "ages",
         "backups",
         "demoted_pages",
+        "ends",
         "evicted_pages",
         "evicts_for_placement",
         "ghosts",
@@ -77,6 +78,7 @@ class Leader:
         self.log = CommandLog(state)
         self.policy = policy
         self.placement = placement
+        self.ends = [0] * len(state.allocators)  # running requests by the owner of their last page
         self.evicts_for_placement = True  # not where what leaves the device must be copied first
         self.ghosts = ghosts
         self.record_freed = record_freed
@@ -128,8 +130,7 @@ class Leader:
         """Take pages, evicting as many as are missing. Raises NoRoom and changes nothing else.
 
         `last`: the owner of the page that they come after, if the request has taken it before.
-        What goes is what was used longest ago, on whatever rank: with pages missing on all ranks
-        together there is room enough, and placement sends each page to a rank that has some.
+        What goes was used longest ago, on whatever rank: each page is sent to one with room.
         """
         missing = num_pages - self.state.free_pages
         if missing > 0:
@@ -147,15 +148,17 @@ class Leader:
     def _take_placed(self, num_pages: int, last: int | None) -> bytes:
         """As the policy wants them placed: it may evict more for that, up to a price."""
         policy = self.placement
+        allocators = self.state.allocators
         price = policy.price(num_pages) if self.evicts_for_placement else 0
-        while True:
-            free = [allocator.num_free for allocator in self.state.allocators]
-            start = policy.start(free, last)
-            missing = num_displaced(num_pages, free, start, policy.step) if price else 0
-            evicted = self.evict(min(price, missing)) if missing else 0
+        free = [allocator.num_free for allocator in allocators]
+        start = policy.start(num_pages, free, self.ends, last)
+        while price and (missing := num_displaced(num_pages, free, start, policy.step)):
+            evicted = self.evict(min(price, missing))
             if not evicted:
-                return take_pages(num_pages, free, start, policy.step, self._take)
+                break
             price -= evicted
+            free = [allocator.num_free for allocator in allocators]
+        return take_pages(num_pages, free, start, policy.step, self._take)
 
     def _take(self, owner: int, num_pages: int) -> bytes:
         return cast(bytes, self.log.append(commands.alloc(owner, num_pages)))

@@ -9,8 +9,10 @@ is full goes to the one with most room.
     contiguous   0 0 0 0 0 0 1 1 1              as many on one rank as go there
     replicate    every rank has every page      see `Replicate`
 
-A run begins on the rank with most room, so that many short ones are spread evenly even if all of
-them continue the same prefix; from then on it follows its own last page.
+A run begins where it leaves the ranks' room most even, so many short ones are spread even if all of
+them continue the same prefix; where that is no matter, so that it ends on the rank on which fewest
+others end. For that one computes its next tokens: a rank computes what is written to its pages. A
+page that is added later goes where fewest decode, among those to the rank after its last page's.
 
 There is no quarantine of freed pages. A rank begins step s + 1 when all have finished step s, so a
 page freed in the plan of a step is read by nobody when a later step writes to it.
@@ -50,10 +52,13 @@ class PlacementPolicy(Protocol):
         """The pools that pages are allocated from, given each rank's."""
         ...
 
-    def start(self, free: Sequence[int], last: int | None) -> int:
+    def start(
+        self, num_pages: int, free: Sequence[int], busy: Sequence[int], last: int | None
+    ) -> int:
         """The owner of the first page, after one that `last` owns, or of a new run (None).
 
-        `free`: how many free pages each owner has.
+        `free`: how many free pages each owner has; `busy`: how many other requests have their last
+        page there. Asked once for each run.
         """
         ...
 
@@ -65,11 +70,10 @@ class PlacementPolicy(Protocol):
 class Striped:
     """Page after page from rank to rank: causal work is even to a page.
 
-    The price. On recorded traces (4 ranks, all pools full, the six smaller pool sizes) hits are
-    those of one rank and the busiest rank gets 1.9 to 8.3 % more pages than its share if nothing
-    is given up; with as many pages as the run has, at most, hits are 0.993 to 1.0 of one rank's
-    and the share is exceeded by 0.9 % at most. Since what is lost is computed again, in time that
-    is 2 to 8 % against 0 to 1.3 %.
+    The price. Where all pools are full, the ranks that evicted pages leave room on are not those
+    of a stripe. On recorded traces and 4 ranks the busiest rank then gets up to 8.0 % more pages
+    than its share if nothing is given up for it; 3.8 % with half as many pages as the run has, at
+    most, and hits are 0.993 to 1.0 of one rank's. See docs/cache.md.
     """
 
     __slots__ = ()
@@ -78,11 +82,28 @@ class Striped:
     def pools(self, num_pages: tuple[int, ...]) -> tuple[int, ...]:
         return num_pages
 
-    def start(self, free: Sequence[int], last: int | None) -> int:
-        return _roomiest(free) if last is None else (last + 1) % len(free)
+    def start(
+        self, num_pages: int, free: Sequence[int], busy: Sequence[int], last: int | None
+    ) -> int:
+        ranks = len(free)
+        if last is None:
+            # The ranks from the start on get one page more than the others: those with most room.
+            more = num_pages % ranks
+            room = sum(free[:more])
+            best, best_start = (room, -busy[num_pages % ranks - 1]), 0
+            for start in range(1, ranks):
+                room += free[(start + more - 1) % ranks] - free[start - 1]
+                key = (room, -busy[(start + num_pages - 1) % ranks])
+                if key > best:
+                    best, best_start = key, start
+            return best_start
+        after = (last + 1) % ranks
+        if num_pages > 1 or not busy[after]:
+            return after
+        return min(range(after, after + ranks), key=lambda rank: busy[rank % ranks]) % ranks
 
     def price(self, num_pages: int) -> int:
-        return num_pages if num_pages > 1 else 0  # one page is computed by one rank anyway
+        return num_pages // 2  # none for a single page: it is computed by one rank anyway
 
 
 class Contiguous:
@@ -94,7 +115,13 @@ class Contiguous:
     def pools(self, num_pages: tuple[int, ...]) -> tuple[int, ...]:
         return num_pages
 
-    def start(self, free: Sequence[int], last: int | None) -> int:
+    def start(
+        self,
+        num_pages: int,  # noqa: ARG002
+        free: Sequence[int],
+        busy: Sequence[int],  # noqa: ARG002
+        last: int | None,
+    ) -> int:
         return _roomiest(free) if last is None else last
 
     def price(self, num_pages: int) -> int:  # noqa: ARG002 - one rank is as good as another
@@ -115,7 +142,7 @@ class Replicate:
     def pools(self, num_pages: tuple[int, ...]) -> tuple[int, ...]:
         return (min(num_pages),)
 
-    def start(self, free: Sequence[int], last: int | None) -> int:  # noqa: ARG002
+    def start(self, *_: object) -> int:
         return 0
 
     def price(self, num_pages: int) -> int:  # noqa: ARG002 - there is but one pool

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from phloem.cache.node import REF_BYTES, REF_DTYPE, Node
+from phloem.core.errors import NoRoom
 from phloem.core.refs import NO_REFS, PageRefs, owner_of
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Reservation:
     """
 
     __slots__ = (
+        "_end",
         "_leader",
         "_load_slots",
         "_namespace",
@@ -85,6 +87,8 @@ class Reservation:
             self.start = window.start
             self.num_committed_pages = window.committed
         self.closed = False
+        self._end = -1
+        self._enter()
 
     def __enter__(self) -> Reservation:
         return self
@@ -197,12 +201,18 @@ class Reservation:
         if num_pages <= 0:
             return
         last = owner_of(int(self._table[self.num_pages - 1])) if self.num_pages else None
-        packed = self._leader.allocate(num_pages, last)
+        self._leave()
+        try:
+            packed = self._leader.allocate(num_pages, last)
+        except NoRoom:
+            self._enter()
+            raise
         old, new = self.num_pages, self.num_pages + num_pages
         if new >= len(self._table):
             self._move_table(new + (new >> 3) + 8)
         self._table[old:new] = np.frombuffer(packed, REF_DTYPE)
         self.num_pages = new
+        self._enter()
 
     def commit(self, tokens: bytes) -> PagesChanged | None:
         """The KV of all full pages of `tokens` is computed: let others find it.
@@ -230,8 +240,20 @@ class Reservation:
         if self.closed:
             return
         self.closed = True
+        self._leave()
         if not self.is_loading:
             self._let_go()
+
+    def _enter(self) -> None:
+        """Count as one that computes on the rank that has its last page."""
+        if len(self._leader.ends) > 1 and self.num_pages:
+            self._end = owner_of(int(self._table[self.num_pages - 1]))
+            self._leader.ends[self._end] += 1
+
+    def _leave(self) -> None:
+        if self._end >= 0:
+            self._leader.ends[self._end] -= 1
+            self._end = -1
 
     def _let_go(self) -> None:
         leader = self._leader

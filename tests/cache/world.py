@@ -21,7 +21,7 @@ Prefix = tuple[bytes, bytes]
 def price_of(cache: PrefixCache, pages: int) -> int:
     """How many cached pages a run of so many may cost beyond those that are missing."""
     striped = len(cache.num_pages) > 1 and isinstance(cache.leader.placement, Striped)
-    return pages if striped and pages > 1 else 0
+    return pages // 2 if striped and pages > 0 else 0
 
 
 class Runner:

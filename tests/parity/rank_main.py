@@ -42,5 +42,5 @@ if __name__ == "__main__":
     pages = (loaded.num_pages[0],) * seat.progress.size
     state = CacheState(options.page_size, pages, host_pages=args.host_pages)
     wire = Wire(socket.socket(fileno=args.socket))
-    failure = Follower(seat.progress.rank, wire, loaded.worker, RecordReader(state)).serve()
+    failure = Follower(seat.progress.rank, wire, loaded, RecordReader(state)).serve()
     os._exit(0 if failure is None else 1)
