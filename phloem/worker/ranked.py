@@ -24,7 +24,7 @@ from phloem.worker.wire import Cancel, Done, Load, Loaded, Step, Swap, Up, Wire,
 __all__ = ["Log", "RankHooks", "RankedWorker", "merged"]
 
 # Who is to blame is known at once where the rank can say so itself; so long it may take.
-_BLAME_S = 1.0
+_BLAME_S = 2.0
 
 
 def _no_log() -> tuple[bytes, str | None]:
@@ -179,6 +179,8 @@ class RankedWorker:
         for rank, wire in self._wires.items():
             try:
                 wire.send(frame)
+            except ConnectionError:
+                self._fail(rank, self._hooks.end_of(rank))
             except OSError as error:
                 self._fail(rank, f"it takes no more messages ({error.strerror or error})")
 
