@@ -34,7 +34,7 @@ class AttentionChoice:
     """One rank's attention in every way that its machine can do.
 
     `direct` reads global page numbers in place where `pools` are parts of memory that all ranks
-    map. Without a `group` there is no other way than DIRECT.
+    map. Without a `group`, which it owns, there is no other way than DIRECT.
     """
 
     def __init__(
@@ -43,13 +43,18 @@ class AttentionChoice:
         pools: Sequence[RankPool],
         group: Group[Tensor] | None = None,
     ) -> None:
-        self._direct, self._rank = direct, pools[0].rank
+        self._direct, self._rank, self._group = direct, pools[0].rank, group
         self._remote: dict[Remote, RemoteAttention] = {}
         if group is not None:
             self._remote = {
                 way: RemoteAttention(direct, pools, group, remote=way)
                 for way in (Remote.GATHER_KV, Remote.SEND_Q)
             }
+
+    def close(self) -> None:
+        """Leave the group: ranks that wait for this one are told. Idempotent."""
+        if self._group is not None:
+            self._group.close()
 
     def plan(
         self, remote: Remote, shares: Sequence[Sequence[RaggedBatch]], *, ahead: bool = True

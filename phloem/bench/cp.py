@@ -1,8 +1,8 @@
 """`phloem bench cp`: what several ranks that share one cache gain and cost.
 
 Names and sides: bench/cp_hits.py (what fits, how often it hits), cp_time.py (prefill and decode),
-cp_control.py (the log). `cost_model_right`: the share of a grid of shapes, ranks and simulated
-links in which the leader's choice of how remote pages are read is the fastest.
+cp_control.py (the log), cp_gather.py (what travels). `cost_model_right`: the share of a grid of
+shapes, ranks and simulated links in which the choice of how remote pages are read is the fastest.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import Any
 
 from phloem.bench import cp_hits
 from phloem.bench.cp_control import measure_control
+from phloem.bench.cp_gather import measure_gather
 from phloem.bench.cp_time import measure_time
 from phloem.bench.report import Result
 from phloem.sim.links import remote_grid, right_share
 
 __all__ = ["PARTS", "run"]
 
-PARTS = ("hits", "choice", "control", "time")
+PARTS = ("hits", "choice", "control", "gather", "time")
 NUM_LAYERS = 24
 
 
@@ -36,6 +37,8 @@ def run(quick: bool = False, parts: Iterable[str] = PARTS) -> dict[str, Any]:
             results.append(Result(name="cost_model_right", value=round(share, 4), unit="ratio"))
         elif part == "control":
             results += measure_control()
+        elif part == "gather":
+            results += measure_gather(quick=quick)
         elif part == "time":
             results += measure_time(quick=quick)
         else:

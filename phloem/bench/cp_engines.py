@@ -104,6 +104,11 @@ class BenchEngine:
         """No prefix is cached any more."""
         self._core.flush()
 
+    @property
+    def cached_tokens(self) -> int:
+        """Of all prompts so far."""
+        return self._core.stats().cached_tokens_total.total
+
     def close(self) -> None:
         self._core.close()
 

@@ -178,6 +178,11 @@ class ParallelOptions:
         "striped",
         "which rank owns a page: each in turn, long runs on one rank, or all of them on every rank",
     )
+    remote_kv: Literal["direct", "gather_kv", "send_q"] = setting(
+        "direct",
+        "how a rank reads pages of others: in place, as copies that travel, or by sending queries",
+        spellings={"gather-kv": "gather_kv", "send-q": "send_q"},
+    )
 
     def __post_init__(self) -> None:
         validate(self)

@@ -40,7 +40,7 @@ def build_core(config: Config, hooks: BuildHooks, eos_ids: tuple[int, ...]) -> L
         options = worker_options(config, Hooks(on_layer=hooks.on_layer), dtype, pools)
         return load_worker(model.path, options, place=place, on_progress=on_progress)
 
-    def join(pools: Pools, loaded: LoadedWorker, slot: ModelSlot | None) -> LoopCore:
+    def join(pools: Pools, loaded: LoadedWorker) -> LoopCore:
         facts = _facts(config, pools, loaded, model=model, dtype=dtype, start_s=start_s)
         every_eos = tuple(dict.fromkeys((*eos_ids, *loaded.config.eos_ids)))
         return make_loop_core(
@@ -50,17 +50,14 @@ def build_core(config: Config, hooks: BuildHooks, eos_ids: tuple[int, ...]) -> L
             facts=facts,
             eos_ids=every_eos,
             tiers=tier_parts(config, loaded, model.path),
-            model=slot,
+            model=ModelSlot(partial(_load_weights, loaded, config.model.quantization)),
         )
 
     if pools.num_ranks == 1:
-        loaded = load(pools, None)
-        slot = ModelSlot(partial(_load_weights, loaded, config.model.quantization))
-        return join(pools, loaded, slot)
+        return join(pools, load(pools, None))
     with starting_ranks(config, pools) as ranks:
         pools = ranks.pools
-        loaded = ranks.joined(load(pools, ranks.place))
-        return ranks.connected(join(pools, loaded, None), hooks)
+        return ranks.connected(join(pools, ranks.joined(load(pools, ranks.place))), hooks)
 
 
 def _load_weights(loaded: LoadedWorker, quantization: str, model: str) -> Callable[[], KeyFacts]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from phloem.config import Config
 from phloem.core.errors import ConfigError
@@ -33,7 +35,8 @@ class RankBuild:
         """Rank 0 has been loaded: wait for the others, and make one worker of all."""
         assert not isinstance(loaded.worker, RankedWorker), "one rank's own"
         self.ranks.wait_ready(loaded)
-        return replace(loaded, worker=RankedWorker(loaded.worker, self.ranks.wires))
+        worker = RankedWorker(loaded.worker, self.ranks.wires)
+        return replace(loaded, worker=worker, reload=partial(_reload, worker, loaded.reload))
 
     def connected(self, core: LoopCore, hooks: BuildHooks) -> LoopCore:
         """The ranks follow the core's log from its beginning; the core notices their ends."""
@@ -51,6 +54,25 @@ class RankBuild:
         return replace(core, failure=worker.failure)
 
 
+def _reload(
+    worker: RankedWorker, own: Callable[[Path], Callable[[], None]], path: Path
+) -> Callable[[], None]:
+    """`LoadedWorker.reload` of all ranks: they read at the same time."""
+    worker.begin_load(str(path))
+    try:
+        own_swap = own(path)
+    finally:
+        errors = worker.finish_load()
+    if errors:
+        raise ConfigError(errors[0])
+
+    def swap() -> None:
+        worker.swap()
+        own_swap()
+
+    return swap
+
+
 @contextmanager
 def starting_ranks(config: Config, pools: Pools) -> Iterator[RankBuild]:
     """Start all ranks but this one; they load while the caller does. On an error none is left.
@@ -61,6 +83,11 @@ def starting_ranks(config: Config, pools: Pools) -> Iterator[RankBuild]:
         raise ConfigError(
             "--placement replicate has no host tier: a page is loaded into one pool only; add "
             "--host-memory 0, or use striped or contiguous"
+        )
+    if config.parallel.placement == "replicate" and config.parallel.remote_kv != "direct":
+        raise ConfigError(
+            f"--remote-kv {config.parallel.remote_kv} has nothing to do with --placement "
+            "replicate, where every rank has every page; leave it out"
         )
     ranks = Ranks(pools.num_ranks, len(pools.specs))
     try:

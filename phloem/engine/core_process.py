@@ -24,7 +24,7 @@ import time
 import traceback
 from typing import TypeAlias
 
-from phloem.core.errors import ConfigError, UserError
+from phloem.core.errors import ConfigError, EngineDead, UserError
 from phloem.core.request import GenerateRequest, OutputChunk
 from phloem.engine import messages as msg
 from phloem.engine.commands import CommandReply
@@ -121,6 +121,8 @@ class CoreProcess:
             return 1
         except ConfigError as error:
             return self._fail(str(error), config=True)
+        except EngineDead as error:  # whoever found it has said so in the log
+            return self._fail(str(error), config=False)
         except Exception as error:
             # Entry point of a process: whatever it was, the parent must hear of it in one line.
             logger.error("the engine failed\n%s", traceback.format_exc())

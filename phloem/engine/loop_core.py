@@ -12,6 +12,7 @@ from phloem.config import Config
 from phloem.core.clock import Clock, MonotonicClock
 from phloem.core.errors import EngineDead
 from phloem.core.protocols import Worker
+from phloem.core.remote import Remote
 from phloem.core.request import GenerateRequest
 from phloem.core.stats import EngineStats
 from phloem.engine.commands import Command, Reply
@@ -129,6 +130,7 @@ def make_loop_core(
             max_prefill_tokens=options.max_prefill_tokens,
             policy=options.schedule_policy,
             overlap=options.overlap,
+            remote=Remote(config.parallel.remote_kv),
             eos_ids=eos_ids,
             seed=int.from_bytes(os.urandom(8), "little"),  # unseeded answers differ every time
         ),

@@ -26,6 +26,7 @@ __all__ = [
     "RankPages",
     "RankReady",
     "RankStart",
+    "ToRank",
     "receive",
     "receive_start",
 ]

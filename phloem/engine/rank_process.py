@@ -41,7 +41,7 @@ from phloem.engine.rank_messages import (
 )
 from phloem.engine.rank_seats import RankSeat
 from phloem.replica import RecordReader
-from phloem.worker import Follower, Hooks, InlineWorker, Wire, load_worker, packed
+from phloem.worker import Follower, Hooks, Wire, load_worker, packed
 
 __all__ = ["main"]
 
@@ -97,8 +97,7 @@ class RankProcess:
         options = worker_options(config, Hooks(), dtype, no_host, inline=True)
         place = self._seat.take(len(sizes.device))
         loaded = load_worker(model.path, options, place=place)
-        assert isinstance(loaded.worker, InlineWorker), "asked for"
-        follower = Follower(self._rank, self._wire, loaded.worker, _replica(config, pools))
+        follower = Follower(self._rank, self._wire, loaded, _replica(config, pools))
         gc.collect()
         gc.freeze()
         self._wire.send(packed(RankReady(loaded.kernels, loaded.weight_bytes)))

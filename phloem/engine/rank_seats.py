@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phloem.groups import Seat, ShmProgress, progress_seats
+from phloem.groups.shm import GroupSeat, ShmGroup, shm_seats
 from phloem.kv.layout import PageLayout
 from phloem.pools import DevicePool
 from phloem.worker import Peers, RankPlace, SampledTokens
@@ -22,12 +23,13 @@ class RankSeat:
     """Descriptors: plain numbers, that travel as JSON. `pools`: by component."""
 
     progress: Seat
+    group: GroupSeat
     pools: tuple[int, ...]
     sampled: int
 
     @property
     def fds(self) -> tuple[int, ...]:
-        return (*self.progress.fds, *self.pools, self.sampled)
+        return (*self.progress.fds, *self.group.fds, *self.pools, self.sampled)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -35,9 +37,10 @@ class RankSeat:
     @classmethod
     def from_json(cls, text: str) -> RankSeat:
         fields = json.loads(text)
-        seat = fields["progress"]
+        seat, group = fields["progress"], fields["group"]
         return cls(
             progress=Seat(**(seat | {"bells": tuple(seat["bells"])})),
+            group=GroupSeat(**(group | {"bells": tuple(group["bells"])})),
             pools=tuple(fields["pools"]),
             sampled=fields["sampled"],
         )
@@ -51,6 +54,7 @@ class RankSeat:
             peers=Peers(ShmProgress(self.progress)),
             pools=tuple(pools),
             sampled=_mapped(self.sampled),
+            group=ShmGroup(self.group),
         )
 
     def close(self) -> None:
@@ -64,8 +68,13 @@ def rank_seats(size: int, num_components: int) -> list[RankSeat]:
     pools = [os.memfd_create("phloem-pages", os.MFD_CLOEXEC) for _ in range(num_components)]
     sampled = os.memfd_create("phloem-sampled", os.MFD_CLOEXEC)
     seats = [
-        RankSeat(progress=seat, pools=tuple(os.dup(fd) for fd in pools), sampled=os.dup(sampled))
-        for seat in progress_seats(size)
+        RankSeat(
+            progress=seat,
+            group=group,
+            pools=tuple(os.dup(fd) for fd in pools),
+            sampled=os.dup(sampled),
+        )
+        for seat, group in zip(progress_seats(size), shm_seats(size), strict=True)
     ]
     for fd in (*pools, sampled):
         os.close(fd)

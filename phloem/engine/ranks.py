@@ -7,6 +7,7 @@ see at once.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -20,7 +21,14 @@ from typing import TypeVar
 
 from phloem.config import Config
 from phloem.core.errors import ConfigError, EngineDead
-from phloem.engine.rank_messages import RankHello, RankPages, RankReady, RankStart, receive
+from phloem.engine.rank_messages import (
+    RankHello,
+    RankPages,
+    RankReady,
+    RankStart,
+    ToRank,
+    receive,
+)
 from phloem.engine.rank_seats import RankSeat, rank_seats, size_memory
 from phloem.kv.layout import PageLayout
 from phloem.worker import LoadedWorker, RankPlace, Wire, packed
@@ -70,8 +78,7 @@ class Ranks:
 
         Raises ConfigError or EngineDead if a rank cannot.
         """
-        for each in self._ranks.values():
-            each.wire.send(packed(RankStart(config)))
+        self._tell(RankStart(config))
         pages = [own_pages, *(self._await(rank, RankHello).pages for rank in self._ranks)]
         return tuple(min(counts) for counts in zip(*pages, strict=True))
 
@@ -81,8 +88,7 @@ class Ranks:
         """Give the shared memory its size, let the ranks load, and take rank 0's place."""
         size_memory(self._own, layouts, max_running)
         device = tuple(layout.num_pages for layout in layouts)
-        for each in self._ranks.values():
-            each.wire.send(packed(RankPages(device, host_pages)))
+        self._tell(RankPages(device, host_pages))
         return self._own.take(len(layouts))
 
     def wait_ready(self, own: LoadedWorker) -> None:
@@ -92,6 +98,11 @@ class Ranks:
             theirs = self._await(rank, RankReady)
             if theirs != mine:
                 raise ConfigError(f"rank {rank} has loaded {theirs}, but rank 0 {mine}")
+
+    def _tell(self, message: ToRank) -> None:
+        for each in self._ranks.values():
+            with contextlib.suppress(OSError):  # its end shows where it is waited for
+                each.wire.send(packed(message))
 
     def _await(self, rank: int, kind: type[MessageT]) -> MessageT:
         message = receive(self._ranks[rank].wire, kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phloem.groups.faulty import FaultyGroup
+from phloem.groups.link import Link, LinkedGroup
 from phloem.groups.local import LocalGroup, local_groups
 from phloem.groups.progress import (
     LAST_LAYER,
@@ -20,6 +21,8 @@ __all__ = [
     "LAST_LAYER",
     "FaultyGroup",
     "GroupSeat",
+    "Link",
+    "LinkedGroup",
     "LocalGroup",
     "LocalProgress",
     "Progress",

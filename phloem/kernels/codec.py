@@ -6,13 +6,14 @@ its own: nothing in it depends on other rows, so chunking and the split of heads
     int8, fp8    | D codes | scale (bf16) |                        of each part of the row
     fp4          | D / 2 bytes, two codes each | D / 16 scales |   a scale for 16 numbers
 
-A scale is rounded up, so the largest number of a row stays within the codes. The scales of fp4 are
-e5m3: fp16 without its sign and its last seven bits. All ones is NaN in each kind of scale, so a
+A bf16 scale is rounded up, so the largest number of a row stays within the codes. The scales of fp4
+are e5m3: fp16 without its sign and its last seven bits. All ones is NaN in each kind of scale, so a
 poisoned page reads as NaN; all zeros reads as zeros.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -25,9 +26,11 @@ from phloem.kv.spec import FP4_BLOCK, KVDtype, KVSpec
 __all__ = ["CastCodec", "PackedCodec", "RowCodec", "make_codec", "torch_dtype"]
 
 _INT8_MAX, _FP8_MAX, _FP4_MAX = 127.0, 448.0, 6.0
-_E5M3_MAX = 61440.0
+_E5M3_MAX, _E5M3_LAST = 61440.0, 0xF7
+# Scales that are tried beside that of the largest number: a block may fit a larger one better, or
+# one at which its largest number is cut. Of normal numbers the error is 0.082, without them 0.095.
+_FP4_STEPS = (-1, 1, 2, 3, 4, 5)
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_FP4_BORDERS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 _Encode: TypeAlias = Callable[[Tensor], Tensor]
 _Decode: TypeAlias = Callable[[Tensor, int, torch.dtype], Tensor]
@@ -142,27 +145,57 @@ def _decode_scaled(codes: torch.dtype) -> _Decode:
 
 
 def _encode_fp4(piece: Tensor) -> Tensor:
+    """Of each block the scale that leaves the least squared error, of a few near the largest."""
     blocks = piece.reshape(*piece.shape[:-1], -1, FP4_BLOCK)
-    exact = blocks.abs().amax(dim=-1) / _FP4_MAX
-    half = exact.clamp(max=_E5M3_MAX).to(torch.float16)
-    scales = ((half.view(torch.int16) + 64) >> 7).to(torch.uint8)  # the sign is never set
-    units = blocks / _fp4_scales(scales, torch.float32).masked_fill_(scales == 0, 1.0)[..., None]
-    units.masked_fill_((scales == 0)[..., None], 0.0)
-    borders = torch.tensor(_FP4_BORDERS, device=piece.device)
-    codes = torch.bucketize(units.abs(), borders, right=True) + 8 * (units < 0)
-    codes = codes.flatten(-2).to(torch.uint8)
+    sizes = blocks.abs()
+    half = (sizes.amax(dim=-1) / _FP4_MAX).clamp(max=_E5M3_MAX).to(torch.float16)
+    first = (half.view(torch.int16) + 64) >> 7  # the sign is never set
+    scales = first.to(torch.uint8)
+    least = _fp4_error(sizes, scales)
+    for step in _FP4_STEPS:
+        tried = (first + step).clamp(0, _E5M3_LAST).to(torch.uint8)
+        error = _fp4_error(sizes, tried)
+        scales = torch.where(error < least, tried, scales)
+        least = torch.minimum(error, least)
+    held = _nearest_fp4(sizes, _fp4_scales(scales, torch.float32)[..., None])
+    codes = torch.where(held <= 2, 2 * held, torch.where(held <= 4, held + 2, 7.0))
+    codes = (codes + 8 * (blocks < 0)).flatten(-2).to(torch.uint8)
     return torch.cat((codes[..., 0::2] | codes[..., 1::2] << 4, scales), dim=-1)
+
+
+def _nearest_fp4(sizes: Tensor, scale: Tensor) -> Tensor:
+    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 to `sizes` in units of `scale`."""
+    units = sizes / torch.where(scale > 0, scale, torch.inf)
+    step = torch.where(units < 2, 0.5, torch.where(units < 4, 1.0, 2.0))
+    return (units / step).add_(0.5).floor_().mul_(step).clamp_(max=_FP4_MAX)
+
+
+def _fp4_error(sizes: Tensor, scales: Tensor) -> Tensor:
+    """The squared error of each block (..., 16) at its scale."""
+    scale = _fp4_scales(scales, torch.float32)[..., None]
+    error = _nearest_fp4(sizes, scale).mul_(scale).sub_(sizes).square_()
+    while error.shape[-1] > 1:  # in this order, whatever lies beside it
+        middle = error.shape[-1] // 2
+        error = error[..., :middle] + error[..., middle:]
+    return error[..., 0]
 
 
 def _fp4_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
     return (scales.to(torch.int16) << 7).view(torch.float16).to(dtype)
 
 
-def _decode_fp4(piece: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+@functools.cache
+def _fp4_pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The two numbers of each byte, as one integer of their size: (256,)."""
     values = torch.tensor((*_FP4_VALUES, *(-v for v in _FP4_VALUES)), dtype=dtype)
-    pairs = torch.cartesian_prod(values, values).flip(-1).to(piece.device)  # (256, 2), low first
+    pairs = torch.cartesian_prod(values, values).flip(-1).contiguous()  # the lower half is first
+    return pairs.view(torch.int64 if dtype.itemsize == 4 else torch.int32)[:, 0].to(device)
+
+
+def _decode_fp4(piece: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     codes, scales = piece[..., : width // 2], piece[..., width // 2 :]
-    numbers = pairs[codes.int()].view(*scales.shape, FP4_BLOCK)
+    pairs = _fp4_pairs(dtype, piece.device).index_select(0, codes.reshape(-1).int())
+    numbers = pairs.view(dtype).view(*scales.shape, FP4_BLOCK)
     return numbers.mul_(_fp4_scales(scales, dtype)[..., None]).flatten(-2)
 
 

@@ -153,8 +153,9 @@ class EngineLoop:
             pass
 
     def _die(self, error: Exception) -> bool:
-        logger.error("the worker failed", exc_info=error)
-        what = str(error) if isinstance(error, EngineDead) else f"{type(error).__name__}: {error}"
+        known = isinstance(error, EngineDead)
+        what = str(error) if known else f"{type(error).__name__}: {error}"
         self.dead = f"the worker failed: {what}"
+        logger.error(self.dead, exc_info=None if known else error)
         self._emit(self.scheduler.abort_all(self.dead))
         return False

@@ -312,6 +312,7 @@ class Scheduler:
             freed_pages=self._not_loaded(self.cache.take_freed(), 0),
             freed_window_pages=self._not_loaded(self.cache.take_freed_window(), 1),
             loads=self._running.loads_of(rows),
+            remote=self.config.remote,
         )
         self._counters.steps += 1
         self._counters.planned_tokens += plan.num_tokens

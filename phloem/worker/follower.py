@@ -10,12 +10,15 @@ import contextlib
 import logging
 import queue
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
-from phloem.core.errors import GroupError, PhloemError
+from phloem.core.errors import ConfigError, GroupError, PhloemError
 from phloem.core.plan import StepPlan
+from phloem.worker.load import LoadedWorker
 from phloem.worker.torch_worker import InlineWorker
-from phloem.worker.wire import Cancel, Done, Failed, Step, Wire, packed
+from phloem.worker.wire import Cancel, Done, Failed, Load, Loaded, Step, Swap, Wire, packed
 
 __all__ = ["Follower", "NoReplica", "Replica"]
 
@@ -46,11 +49,14 @@ class NoReplica:
 
 
 class Follower:
-    """Owns the wire and the worker."""
+    """Owns the wire and the worker, which runs plans inline."""
 
-    def __init__(self, rank: int, wire: Wire, worker: InlineWorker, replica: Replica) -> None:
-        self._rank, self._wire, self._worker, self._replica = rank, wire, worker, replica
-        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+    def __init__(self, rank: int, wire: Wire, loaded: LoadedWorker, replica: Replica) -> None:
+        assert isinstance(loaded.worker, InlineWorker), "the plans are run on the caller's thread"
+        self._rank, self._wire, self._replica = rank, wire, replica
+        self._worker, self._reload = loaded.worker, loaded.reload
+        self._swap: Callable[[], None] | None = None  # weights that were read and not yet used
+        self._plans: queue.SimpleQueue[StepPlan | Callable[[], None] | None] = queue.SimpleQueue()
         self._failing = threading.Lock()
         self._failure: str | None = None  # set once the leader has been told
 
@@ -60,6 +66,9 @@ class Follower:
         reader.start()
         try:
             while (plan := self._plans.get()) is not None and self._failure is None:
+                if not isinstance(plan, StepPlan):
+                    plan()
+                    continue
                 self._worker.submit(plan)
                 self._send(packed(Done(self._worker.collect())))
         except Exception as error:  # the rank's entry point: the leader hears of it
@@ -80,6 +89,14 @@ class Follower:
                         self._take_log(message)
                     case Cancel():
                         self._worker.cancel(message.serial)
+                    case Load():
+                        threading.Thread(
+                            target=self._load, args=(message.path,), daemon=True
+                        ).start()
+                    case Swap():
+                        assert self._swap is not None, "nothing was loaded"
+                        self._plans.put(self._swap)
+                        self._swap = None
         except Exception as error:  # as above
             self._fail(error)
         self._worker.stop()
@@ -94,6 +111,18 @@ class Follower:
                 f"{record.digest}, its own {mine}",
                 ranks=(self._rank,),
             )
+
+    def _load(self, path: str) -> None:
+        """Body of a thread; the leader waits for its answer before it says more of weights."""
+        error: str | None = None
+        try:
+            self._swap = self._reload(Path(path))
+        except ConfigError as refusal:
+            error = str(refusal)
+        except Exception as failure:  # the thread's entry point: the leader hears of it
+            self._fail(failure)
+            return
+        self._send(packed(Loaded(error)))
 
     def _fail(self, error: Exception) -> None:
         """Tell the leader, once, before the wire may be closed."""

@@ -14,7 +14,7 @@ from phloem.core.plan import RowPlan, StepPlan
 from phloem.kv.sizing import pages_for_tokens
 from phloem.worker.rows import RowTables
 
-__all__ = ["RankShare", "StepInputs", "build_inputs", "build_shares"]
+__all__ = ["RankShare", "StepInputs", "build_inputs"]
 
 _Ints = npt.NDArray[np.int64]
 
@@ -110,23 +110,6 @@ def build_inputs(
         rows=tuple(part.row for part in parts),
         sampled=tuple(part.row for part in parts if part.samples),
         last_index=torch.tensor(last, dtype=torch.int64, device=device),
-    )
-
-
-def build_shares(
-    plan: StepPlan,
-    tables: RowTables,
-    *,
-    page_size: int,
-    window: int | None = None,
-    num_ranks: int,
-    pages_per_rank: int,
-) -> tuple[tuple[RaggedBatch, ...], ...]:
-    """The `batches` of every rank: what each must know to exchange pages or queries of a step."""
-    shares = (RankShare(rank, pages_per_rank) for rank in range(num_ranks))
-    return tuple(
-        _batches(_parts(plan, tables, page_size, share), tables, page_size, window)
-        for share in shares
     )
 
 

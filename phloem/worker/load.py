@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from phloem.attention import LayeredAttention
+from phloem.attention.choice import AttentionChoice
+from phloem.attention.remote_pages import RankPool
 from phloem.config.checkpoint import read_model_config
 from phloem.config.model import ModelConfig
 from phloem.core.errors import ConfigError
@@ -134,16 +137,13 @@ def load_worker(
         pools, config.component_layers, _host_pages(options, len(specs)), options.transfer_hooks
     )
     forward = load_forward(path, config, pools, how, on_progress)
-    replicas = None
-    if place is not None and options.replicate:
-        replicas = Replicas(pools, config.component_layers, place.peers.rank)
     tables = RowTables(
         max_running=options.max_running,
         max_pages=pages_for_tokens(max_len, options.page_size),
         num_components=len(specs),
         pages_per_owner=num_pages,
         sampled=None if place is None else SampledTokens(options.max_running, place.sampled),
-        copy=0 if replicas is None else replicas.rank,
+        copy=place.peers.rank if place is not None and options.replicate else 0,
     )
     runner = Runner(
         forward.model,
@@ -153,7 +153,7 @@ def load_worker(
         hooks=options.hooks,
         gate=transfers,
         peers=None if place is None else place.peers,
-        replicas=replicas,
+        reach=None if place is None else _reach(options, forward.attention, pools, place),
     )
     return LoadedWorker(
         worker=InlineWorker(runner, pools) if options.inline else TorchWorker(runner, pools),
@@ -171,6 +171,23 @@ def load_worker(
         transfers=transfers,
         reload=partial(_reload, runner, pools, config, how),
     )
+
+
+def _reach(
+    options: WorkerOptions,
+    direct: LayeredAttention,
+    pools: Sequence[DevicePool],
+    place: RankPlace,
+) -> Replicas | AttentionChoice:
+    """How one rank of several comes by the pages that others compute."""
+    rank = place.peers.rank
+    if options.replicate:
+        return Replicas(pools, direct.layers, rank)
+    own = [
+        RankPool(pool.buffer, rank, pool.num_pages, first_slot=rank * pool.num_pages)
+        for pool in pools
+    ]
+    return AttentionChoice(direct, own, place.group)
 
 
 def _forward_options(

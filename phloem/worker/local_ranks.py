@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from phloem.config.checkpoint import read_model_config
-from phloem.groups import local_progress
+from phloem.groups import Link, LinkedGroup, local_groups, local_progress
 from phloem.pools import DevicePool
 from phloem.worker.follower import Follower, NoReplica, Replica
 from phloem.worker.load import LoadedWorker, WorkerOptions, kv_dtype_of, load_worker
@@ -19,7 +19,6 @@ from phloem.worker.peers import Peers, RankPlace
 from phloem.worker.ranked import RankedWorker
 from phloem.worker.runner import Hooks
 from phloem.worker.sampled import SampledTokens
-from phloem.worker.torch_worker import InlineWorker
 from phloem.worker.wire import Wire
 
 __all__ = ["load_local_ranks"]
@@ -32,17 +31,20 @@ def load_local_ranks(
     *,
     hooks: Callable[[int], Hooks] | None = None,
     replicas: Callable[[int], Replica] | None = None,
+    link: Link | None = None,
 ) -> LoadedWorker:
     """Load a checkpoint `size` times; `worker` of the result is a RankedWorker over all of them.
 
     Pages, host tier and page counts of the result are the leader's: `pools` hold the pages of all
-    ranks. `hooks(rank)`: of each rank, instead of those in `options`. Close the worker.
+    ranks. `hooks(rank)`: of each rank, instead of those in `options`. `link`: what travels
+    between ranks goes over it. Close the worker.
     """
-    boards = local_progress(size)
+    boards, groups = local_progress(size), local_groups(size)
     pools, sampled = _memory(path, options, size)
 
     def load(rank: int, options: WorkerOptions) -> LoadedWorker:
-        place = RankPlace(peers=Peers(boards[rank]), pools=pools, sampled=sampled)
+        own_group = groups[rank] if link is None else LinkedGroup(groups[rank], link)
+        place = RankPlace(peers=Peers(boards[rank]), pools=pools, sampled=sampled, group=own_group)
         own = options if hooks is None else replace(options, hooks=hooks(rank))
         return load_worker(path, own, place=place)
 
@@ -50,10 +52,8 @@ def load_local_ranks(
     wires = []
     for rank in range(1, size):
         ours, theirs = socket.socketpair()
-        worker = load(rank, alone).worker
-        assert isinstance(worker, InlineWorker), "asked for"
         replica = NoReplica() if replicas is None else replicas(rank)
-        follower = Follower(rank, Wire(theirs), worker, replica)
+        follower = Follower(rank, Wire(theirs), load(rank, alone), replica)
         threading.Thread(target=follower.serve, name=f"phloem-rank{rank}").start()
         wires.append(Wire(ours))
     loaded = load(0, options)

@@ -14,6 +14,9 @@ import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from phloem.core.group import Group
 from phloem.groups import LAST_LAYER, Progress
 
 __all__ = ["PATIENCE_S", "Peers", "RankPlace"]
@@ -77,8 +80,10 @@ class RankPlace:
     """Where a worker stands among several: its peers, and the memory that it shares with them.
 
     `pools`: of each component, `DevicePool.shared_bytes`; `sampled`: `SampledTokens.num_bytes`.
+    `group`: for pages and queries that travel; who loads the worker owns it.
     """
 
     peers: Peers
     pools: tuple[mmap.mmap, ...]
     sampled: mmap.mmap
+    group: Group[Tensor] | None = None

@@ -19,12 +19,12 @@ from phloem.core.plan import RowPlan, RowResult, StepPlan, StepResult
 from phloem.core.refs import PageRef
 from phloem.worker.peers import PATIENCE_S
 from phloem.worker.torch_worker import InlineWorker, TorchWorker
-from phloem.worker.wire import Cancel, Done, Step, Up, Wire, packed
+from phloem.worker.wire import Cancel, Done, Load, Loaded, Step, Swap, Up, Wire, packed
 
 __all__ = ["Log", "RankHooks", "RankedWorker", "merged"]
 
 # Who is to blame is known at once where the rank can say so itself; so long it may take.
-_BLAME_S = 1.0
+_BLAME_S = 2.0
 
 
 def _no_log() -> tuple[bytes, str | None]:
@@ -76,6 +76,7 @@ class RankedWorker:
         self._done: dict[int, deque[StepResult]] = {rank: deque() for rank in self._wires}
         self._failures: dict[int, str] = {}  # what is wrong with a rank
         self._hearsay: list[str] = []  # what other ranks say of it
+        self._loaded: dict[int, str | None] = {}  # errors of those that have answered `Load`
         self._closing = False
         self._readers = [
             threading.Thread(
@@ -115,12 +116,7 @@ class RankedWorker:
         self._check()
         self._plans.append(plan)
         log, digest = self._hooks.log()
-        frame = packed(Step(plan, log, digest))
-        for rank, wire in self._wires.items():
-            try:
-                wire.send(frame)
-            except OSError as error:
-                self._fail(rank, f"it takes no more plans ({error.strerror or error})")
+        self._broadcast(packed(Step(plan, log, digest)))
         self._own.submit(plan)
 
     def wait(self, timeout_s: float) -> bool:
@@ -157,6 +153,37 @@ class RankedWorker:
                 wire.send(frame)
         self._own.cancel(serial)
 
+    def begin_load(self, path: str) -> None:
+        """Let all other ranks read another checkpoint, while plans are run."""
+        with self._changed:
+            self._loaded.clear()
+        self._broadcast(packed(Load(path)))
+
+    def finish_load(self) -> list[str]:
+        """Wait until they have; why those that cannot use it cannot. Raises EngineDead."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    bool(self._failures or self._hearsay) or len(self._loaded) == len(self._wires)
+                )
+            )
+            errors = [f"rank {r}: {error}" for r, error in self._loaded.items() if error]
+        self._check()
+        return errors
+
+    def swap(self) -> None:
+        """What they have read computes from now on; only while no plan is in flight."""
+        self._broadcast(packed(Swap()))
+
+    def _broadcast(self, frame: bytes) -> None:
+        for rank, wire in self._wires.items():
+            try:
+                wire.send(frame)
+            except ConnectionError:
+                self._fail(rank, self._hooks.end_of(rank))
+            except OSError as error:
+                self._fail(rank, f"it takes no more messages ({error.strerror or error})")
+
     def read_page(self, ref: PageRef, component: int = 0) -> bytes:
         """A copy of a page's bytes, whoever owns it; no plan may be in flight."""
         return self._own.read_page(ref, component)
@@ -192,6 +219,11 @@ class RankedWorker:
         if isinstance(message, Done):
             with self._changed:
                 self._done[rank].append(message.result)
+                self._changed.notify_all()
+            return
+        if isinstance(message, Loaded):
+            with self._changed:
+                self._loaded[rank] = message.error
                 self._changed.notify_all()
             return
         if message.hearsay:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from phloem.attention import LayeredAttention
+from phloem.attention.choice import AttentionChoice, PlannedAttention
 from phloem.core.plan import RowPlan, RowResult, StepPlan, StepResult
 from phloem.core.refs import owners_of
+from phloem.core.remote import Remote
 from phloem.core.transfer import LayerGate
 from phloem.models import Forward
 from phloem.pools import DevicePool
@@ -55,8 +57,8 @@ class Runner:
     """Executes plans one at a time, on the calling thread.
 
     With `peers` it is one rank of several that execute the same plans: it computes the tokens of
-    the pages that it owns, and reads the pages of all. It owns the peers. With `replicas` no page
-    has an owner: see there.
+    the pages that it owns, and reads the pages of all. It owns the peers. `reach`: copies of
+    all pages, so that none has an owner; or how those of other ranks are read, if not in place.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Runner:
         hooks: Hooks,
         gate: LayerGate | None = None,
         peers: Peers | None = None,
-        replicas: Replicas | None = None,
+        reach: Replicas | AttentionChoice | None = None,
     ) -> None:
         self._model, self._pools, self._attention = model, tuple(pools), attention
         self._page_size = self._pools[0].layout.spec.page_size
@@ -77,10 +79,11 @@ class Runner:
         self._cancelled: set[int] = set()  # serials; written by another thread
         self._stopped = False
         self._peers = peers
-        self._replicas = replicas
+        self._replicas = reach if isinstance(reach, Replicas) else None
+        self._choice = reach if isinstance(reach, AttentionChoice) else None
         self._share: RankShare | None = None
         if peers is not None:
-            copies = 0 if replicas is None else peers.size
+            copies = 0 if self._replicas is None else peers.size
             self._share = RankShare(peers.rank, self._pools[0].num_pages, copies)
             peers.tell(hooks.on_layer)
         self._last_step = -1
@@ -136,6 +139,8 @@ class Runner:
         """Run no more plans: ranks that wait for this one are told. Idempotent."""
         if self._peers is not None:
             self._peers.leave()
+        if self._choice is not None:
+            self._choice.close()
 
     def _meet(self, peers: Peers, plan: StepPlan) -> None:
         """All ranks are done with the step before: learn what the others have sampled in it."""
@@ -157,30 +162,37 @@ class Runner:
             else:
                 pool.fill_nan(pool.indices(refs[owners_of(refs) == rank]))
 
-    def _forward(self, plan: StepPlan, layers: LayerWaits) -> list[RowResult]:
-        inputs = build_inputs(
+    def _inputs(self, plan: StepPlan, rank: int | None = None) -> StepInputs:
+        """What this rank computes of a plan, or another one."""
+        share = self._share
+        if share is not None and rank is not None:
+            share = replace(share, rank=rank)
+        return build_inputs(
             plan,
             self._tables,
             page_size=self._page_size,
             window=self._model.config.window,
             device=self._model.device,
-            share=self._share,
+            share=share,
         )
+
+    def _forward(self, plan: StepPlan, layers: LayerWaits) -> list[RowResult]:
+        inputs = self._inputs(plan)
         if self._peers is not None:
             mine = {row.row for row in inputs.sampled}
             self._elsewhere = tuple(r for r in plan.rows if r.sample and r.row not in mine)
-            if not len(inputs.tokens):
+            if not len(inputs.tokens) and plan.remote is Remote.DIRECT:
                 self._stand_by(self._peers, plan, layers)
                 return []
         if self._replicas is not None:
             self._replicas.plan(inputs.batches)
-        meta = self._attention.plan(inputs.batches)
+        planned = self._planned(plan, inputs)
         layers.wait()
         hidden = self._model.forward(
             inputs.tokens,
             inputs.positions,
-            attention=self._attention,
-            meta=meta,
+            attention=planned.attention,
+            meta=planned.meta,
             on_layer=layers.layer_done,
             on_written=self._on_written(plan),
         )
@@ -188,9 +200,23 @@ class Runner:
             self._capture(inputs, hidden, self._hooks.capture_logits)
         return self._sample(inputs, hidden)
 
+    def _planned(self, plan: StepPlan, inputs: StepInputs) -> PlannedAttention:
+        """Attention in the way that the plan says; where pages travel, all ranks plan for all."""
+        if plan.remote is Remote.DIRECT:
+            return PlannedAttention(self._attention, self._attention.plan(inputs.batches))
+        assert self._choice is not None, "pages cannot travel: this rank is in no group"
+        assert self._peers is not None, "ranks of a group are peers"
+        shares = [
+            inputs.batches if rank == self._peers.rank else self._inputs(plan, rank).batches
+            for rank in range(self._peers.size)
+        ]
+        return self._choice.plan(plan.remote, shares, ahead=not plan.loads)
+
     def _on_written(self, plan: StepPlan) -> Callable[[int], None] | None:
         if self._peers is None:
             return None
+        if plan.remote is not Remote.DIRECT and not plan.loads:
+            return None  # what is sent has been written: nobody need wait for all
         written = functools.partial(self._peers.written, plan.step)
         return written if self._replicas is None else self._replicas.then(written)
 
@@ -205,7 +231,8 @@ class Runner:
 
     def _between_layers(self, plan: StepPlan) -> None:
         self._hooks.on_layer()
-        cancelled = self._cancelled
+        # Where pages travel all ranks pass all layers: each learns of an end at another one.
+        cancelled = self._cancelled if plan.remote is Remote.DIRECT else ()
         if self._stopped or (cancelled and all(row.serial in cancelled for row in plan.rows)):
             raise _NobodyWaits
 

@@ -1,7 +1,7 @@
 """What travels between the leader and the other ranks, and how: whole messages over a stream.
 
-    leader --Step, Cancel--> rank      a frame is a little-endian uint32 length and MessagePack
-    leader <--Done, Failed-- rank
+    leader --Step, Cancel, Load, Swap--> rank     a frame: little-endian uint32 length, MessagePack
+    leader <--Done, Loaded, Failed------ rank
 
 One `Step` per step is all that a leader must send; nobody answers it but with `Done`.
 """
@@ -20,7 +20,19 @@ import numpy as np
 
 from phloem.core.plan import StepPlan, StepResult
 
-__all__ = ["Cancel", "Done", "Down", "Failed", "Step", "Up", "Wire", "packed"]
+__all__ = [
+    "Cancel",
+    "Done",
+    "Down",
+    "Failed",
+    "Load",
+    "Loaded",
+    "Step",
+    "Swap",
+    "Up",
+    "Wire",
+    "packed",
+]
 
 _LENGTH = struct.Struct("<I")
 _RECV_BYTES = 1 << 16
@@ -43,6 +55,22 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
     serial: int
 
 
+class Load(msgspec.Struct, tag=True, frozen=True):
+    """Read another checkpoint, while steps go on; answered by `Loaded`."""
+
+    path: str
+
+
+class Swap(msgspec.Struct, tag=True, frozen=True):
+    """After the steps sent so far: what was loaded last is what computes."""
+
+
+class Loaded(msgspec.Struct, tag=True, frozen=True):
+    """The end of `Load`. `error`: one line, if it cannot be used."""
+
+    error: str | None = None
+
+
 class Done(msgspec.Struct, tag=True, frozen=True):
     """A finished step: the rows that this rank has sampled."""
 
@@ -56,8 +84,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     hearsay: bool = False
 
 
-Down: TypeAlias = Step | Cancel
-Up: TypeAlias = Done | Failed
+Down: TypeAlias = Step | Cancel | Load | Swap
+Up: TypeAlias = Done | Loaded | Failed
 
 
 def _flat(value: Any) -> Any:

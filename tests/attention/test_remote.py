@@ -19,6 +19,8 @@ from phloem.core.group import OpKind
 from phloem.core.remote import Remote
 from phloem.groups.local import local_groups
 from phloem.kernels import KVBuffer, TorchOps
+from phloem.kernels.codec import make_codec
+from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
 
 PAGE = 16
 P = 600  # pages of a rank
@@ -33,17 +35,27 @@ class World:
     n: int
     layers: int = 1
     window: int | None = None
+    dtype: KVDtype = KVDtype.FP32
 
     def __post_init__(self) -> None:
         torch.manual_seed(1)
-        shape = (self.n * P + 1, KV_HEADS, self.layers, 2, PAGE, 1, DIM)
-        self.buffer = KVBuffer(torch.randn(shape))
+        spec = KVSpec(
+            kind=AttentionKind.GQA,
+            dtype=self.dtype,
+            num_layers=self.layers,
+            num_kv_heads=KV_HEADS,
+            head_dim=DIM,
+            page_size=PAGE,
+        )
+        codec = make_codec(spec, torch.float32)
+        rows = torch.randn(self.n * P + 1, KV_HEADS, self.layers, 2, PAGE, 1, DIM)
+        self.buffer = KVBuffer(rows if codec is None else codec.encode(rows), codec)
         self.groups = local_groups(self.n, timeout_s=60)
         direct = GatherAttention(self.buffer, TorchOps(), window=self.window)
         self.direct = LayeredAttention([direct], [range(self.layers)])
         # Alone with its pages: a slot beyond them would be another tensor's.
         self.pools = [
-            RankPool(KVBuffer(self.buffer.data[r * P : (r + 1) * P + 1].clone()), r, P)
+            RankPool(KVBuffer(self.buffer.data[r * P : (r + 1) * P + 1].clone(), codec), r, P)
             for r in range(self.n)
         ]
 
@@ -129,6 +141,23 @@ def test_both_ways_equal_direct(rows, n, remote):
     pairs = zip(world.attend(remote, shares), world.wanted(shares), strict=True)
     for got, want in pairs:
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [d for d in KVDtype if d.is_packed], ids=lambda d: d.value)
+def test_packed_pages_travel_as_they_are_stored(dtype):
+    """And are attended to alike in all ways, between the gaps of other ranks' pages as well."""
+    sent = {}
+    for remote in (Remote.GATHER_KV, Remote.SEND_Q):
+        world = World(2, dtype=dtype)
+        shares = world.shares(*ROWS["ragged"])
+        pairs = zip(world.attend(remote, shares), world.wanted(shares), strict=True)
+        for got, want in pairs:
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+        sent[remote] = world.bytes_sent()
+    unpacked = World(2)
+    unpacked.attend(Remote.GATHER_KV, unpacked.shares(*ROWS["ragged"]))
+    stored = world.buffer.data[0].nbytes
+    assert sent[Remote.GATHER_KV] * PAGE_BYTES == unpacked.bytes_sent() * stored
 
 
 @pytest.mark.parametrize("n", [2, 4])

@@ -72,6 +72,7 @@ def test_yaml_can_hold_every_flag(tmp_path: Path) -> None:
         "storage_size": "2GB",
         "cp": 2,
         "placement": "contiguous",
+        "remote_kv": "send_q",
         "schedule_policy": "hrrn",
         "max_prefill_tokens": 128,
         "max_running": 3,

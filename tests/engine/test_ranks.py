@@ -80,6 +80,31 @@ def test_ranks_with_copies_of_all_pages_answer_alike(
         open_llm(model, 2, placement="replicate", host_memory="1MB")
 
 
+@pytest.mark.parametrize("remote_kv", ["gather_kv", "send_q"])
+def test_processes_whose_pages_or_queries_travel_answer_alike(
+    model: Path, expected: list[tuple[int, ...]], remote_kv: str
+) -> None:
+    """With loads from the host as well: a layer is sent when it is there."""
+    with open_llm(model, 2, remote_kv=remote_kv, host_memory="1MB") as llm:
+        assert ids(llm, PROMPTS) == expected
+        assert ask_until_loaded(llm, expected)
+    with pytest.raises(ConfigError, match="every page"):
+        open_llm(model, 2, remote_kv=remote_kv, placement="replicate", host_memory="0")
+
+
+def ask_until_loaded(llm: LLM, expected: list[tuple[int, ...]]) -> bool:
+    """Ask, with the devices full of other prompts, until something was loaded from the host: on a
+    busy machine the cost model may find at first that computing is faster."""
+    for turn in range(8):
+        for seed in range(20, 32):
+            ids(llm, [words(100 * turn + seed, 80)])
+        back = [llm.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
+        assert [one.token_ids for one in back] == expected
+        if any(one.cached.host for one in back):
+            return True
+    return False
+
+
 def rank_pids(parent: int) -> list[int]:
     """The rank processes below a process."""
     out = []
@@ -111,14 +136,10 @@ def test_pages_of_all_ranks_come_back_from_the_host(
 ) -> None:
     """More than the devices hold: what was evicted from either rank comes from the host."""
     assert pair.card.num_pages == 120
-    for seed in range(20, 32):
-        ids(pair, [words(seed, 80)])
-    back = [pair.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
-    assert [one.token_ids for one in back] == expected
-    assert sum(one.cached.host for one in back) > 0
+    assert ask_until_loaded(pair, expected)
 
 
-@pytest.mark.parametrize("readers", [1, 4])
+@pytest.mark.parametrize("readers", [1, 2, 4])
 def test_a_directory_written_by_two_ranks_is_read_by_any_number(
     model: Path, tmp_path: Path, expected: list[tuple[int, ...]], readers: int
 ) -> None:
@@ -133,9 +154,26 @@ def test_a_directory_written_by_two_ranks_is_read_by_any_number(
     assert [one.cached.storage for one in found] == whole
 
 
-def test_weights_are_not_updated_under_ranks(pair: LLM, model: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be updated"):
-        pair.operate(UpdateWeights(str(model)))
+def test_weights_are_updated_on_all_ranks(
+    model: Path, tmp_path: Path, expected: list[tuple[int, ...]]
+) -> None:
+    """Other weights, and those of before; what one rank cannot read changes nothing."""
+    other = tmp_path / "other"
+    make_checkpoint("llama", other, seed=1)
+    byte_tokenizer().save(str(other / "tokenizer.json"))
+    with open_llm(other, 1, prefix_cache=False) as llm:
+        others = [ids(llm, [prompt])[0] for prompt in PROMPTS]
+    assert others != expected
+    with open_llm(model, 2) as llm:
+        assert ids(llm, PROMPTS) == expected
+        llm.operate(UpdateWeights(str(other)))
+        assert ids(llm, PROMPTS) == others
+        weights = other / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1000])
+        with pytest.raises(ConfigError):
+            llm.operate(UpdateWeights(str(other)))
+        llm.operate(UpdateWeights(str(model)))
+        assert ids(llm, PROMPTS) == expected
 
 
 def test_a_rank_that_cannot_load_says_why(model: Path, tmp_path: Path) -> None:
@@ -144,35 +182,32 @@ def test_a_rank_that_cannot_load_says_why(model: Path, tmp_path: Path) -> None:
     byte_tokenizer().save(str(broken / "tokenizer.json"))
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    before = rank_pids(os.getpid())
+    before = set(rank_pids(os.getpid()))
     with pytest.raises(ConfigError):
         open_llm(broken, 2)
-    assert rank_pids(os.getpid()) == before
+    assert set(rank_pids(os.getpid())) == before
 
 
 def test_a_killed_rank_is_an_error_that_names_it(model: Path) -> None:
     """While nothing runs: the next request learns it. All others end."""
-    before = rank_pids(os.getpid())
+    before = set(rank_pids(os.getpid()))
     with open_llm(model, 3) as llm:
-        first, second = sorted(set(rank_pids(os.getpid())) - set(before))
-        os.kill(second, signal.SIGKILL)
-        with pytest.raises(EngineDead, match=r"rank 2 failed: its process was killed by SIGKILL"):
+        one, _ = set(rank_pids(os.getpid())) - before
+        os.kill(one, signal.SIGKILL)
+        killed = r"rank (1|2) failed: its process was killed by SIGKILL"
+        with pytest.raises(EngineDead, match=killed):
             llm.generate(PROMPTS[0], GREEDY)
-    assert rank_pids(os.getpid()) == before
-    with pytest.raises(ProcessLookupError):
-        os.kill(first, 0)
+    assert set(rank_pids(os.getpid())) == before
 
 
 def test_a_rank_that_hangs_does_not_outlive_its_leader(model: Path) -> None:
     """Stopped, it neither answers nor ends: closing takes its life after a moment."""
-    before = rank_pids(os.getpid())
+    before = set(rank_pids(os.getpid()))
     llm = open_llm(model, 2)
-    (rank,) = set(rank_pids(os.getpid())) - set(before)
+    (rank,) = set(rank_pids(os.getpid())) - before
     os.kill(rank, signal.SIGSTOP)
     llm.close()
-    assert rank_pids(os.getpid()) == before
-    with pytest.raises(ProcessLookupError):
-        os.kill(rank, 0)
+    assert set(rank_pids(os.getpid())) == before
 
 
 def config(model: Path) -> Config:

@@ -18,7 +18,7 @@ PACKED = [d for d in KVDtype if d.is_packed]
 # Largest error over the largest number that shares its scale.
 WORST = {KVDtype.INT8: 0.5 / 127 * 1.01, KVDtype.FP8: 2**-4 * 1.01, KVDtype.FP4: 1 / 6 * 1.07}
 # Root mean square error of normal numbers over their own, measured, and a little room.
-TYPICAL = {KVDtype.INT8: (0.004, 0.009), KVDtype.FP8: (0.02, 0.03), KVDtype.FP4: (0.08, 0.12)}
+TYPICAL = {KVDtype.INT8: (0.004, 0.009), KVDtype.FP8: (0.02, 0.03), KVDtype.FP4: (0.07, 0.09)}
 
 
 def codec_of(dtype: KVDtype, *parts: int, compute: torch.dtype = torch.float32) -> PackedCodec:
@@ -97,22 +97,27 @@ def test_fp8_is_the_nearest_e4m3_number_in_units_of_the_rows_scale(width):
 
 
 @pytest.mark.parametrize("width", [16, 64])
-def test_fp4_is_the_nearest_e2m1_number_in_units_of_its_blocks_scale(width):
+def test_fp4_is_the_nearest_e2m1_number_at_the_best_scale(width):
     rows, codec = rows_of(40, width), codec_of(KVDtype.FP4, width)
-    scales = [e5m3(b) for b in range(0xF8)]
+    table = [*E2M1, *(-v for v in E2M1)]
     stored = codec.encode(rows).numpy()
     assert stored.shape == (40, width // 2 + width // 16)
     for row, data in zip(rows.double().numpy(), stored, strict=True):
         for number, block in enumerate(row.reshape(-1, 16)):
             scale = e5m3(int(data[width // 2 + number]))
             exact = np.abs(block).max() / 6
-            # by way of fp16, so of two that are as near either
-            assert abs(scale - exact) <= nearest(exact, scales) + exact * 2**-10
+            first = min(range(0xF8), key=lambda b, exact=exact: abs(e5m3(b) - exact))
+            # by way of fp16, so where two are as near it may begin with either
+            assert first - 2 <= data[width // 2 + number] <= first + 6
+            surely = [e5m3(b) for b in range(first, first + 5)]
+            errors = [sum((nearest(x / s, table) * s) ** 2 for x in block) for s in surely]
+            mine = sum((nearest(x / scale, table) * scale) ** 2 for x in block)
+            assert mine <= min(errors) * (1 + 1e-5)
             packed = data[8 * number : 8 * number + 8]
             codes = np.stack((packed & 15, packed >> 4), axis=1).reshape(-1)
             for x, code in zip(block / scale, codes, strict=True):
                 held = E2M1[code & 7] * (-1 if code & 8 else 1)
-                assert abs(x - held) <= nearest(x, [*E2M1, *(-v for v in E2M1)]) + 1e-6
+                assert abs(x - held) <= nearest(x, table) + 1e-6
 
 
 @pytest.mark.parametrize("dtype", PACKED, ids=lambda d: d.value)
@@ -124,7 +129,8 @@ def test_reading_is_the_definition_of_every_byte(dtype, compute):
     got = codec_of(dtype, 32, compute=compute).decode(torch.from_numpy(data))
     assert got.dtype is compute
     exact = np.array([definition(dtype, row) for row in data])
-    want = torch.from_numpy(exact.astype(np.float32)).to(compute)
+    with np.errstate(over="ignore"):
+        want = torch.from_numpy(exact.astype(np.float32)).to(compute)
     # a scale of random bits may overflow, or be a NaN: then so is the product
     assert torch.equal(got.nan_to_num(7.0, 8.0, 9.0), want.nan_to_num(7.0, 8.0, 9.0))
 

@@ -22,11 +22,12 @@ from phloem.config.checkpoint import read_model_config
 from phloem.core.plan import PageTableUpdate, RowPlan, StepPlan
 from phloem.core.remote import Remote
 from phloem.core.tokens import tokens_to_bytes
+from phloem.groups.base import BaseGroup
 from phloem.groups.local import local_groups
 from phloem.kv.spec import KVDtype
 from phloem.models import Quantisation
 from phloem.worker.forward import ForwardOptions, ForwardPass, load_forward
-from phloem.worker.inputs import RankShare, StepInputs, build_inputs, build_shares
+from phloem.worker.inputs import RankShare, StepInputs, build_inputs
 from phloem.worker.pages import kv_specs, make_pools
 from phloem.worker.rows import RowTables
 
@@ -67,6 +68,7 @@ class Ranks:
         pages_per_rank: int = 160,
         dtype: KVDtype = KVDtype.FP32,
         remote: Remote = Remote.DIRECT,
+        twin: Callable[[BaseGroup], BaseGroup] | None = None,
     ) -> None:
         self.config = read_model_config(Path(str(path)))
         self.num_ranks, self.page_size, self.pages_per_rank = num_ranks, page_size, pages_per_rank
@@ -94,7 +96,8 @@ class Ranks:
             load_forward(Path(str(path)), self.config, self.pools[0 if direct else r], options)
             for r in range(num_ranks)
         ]
-        self.groups = local_groups(num_ranks, timeout_s=MEETING_S)
+        groups: list[BaseGroup] = [*local_groups(num_ranks, timeout_s=MEETING_S)]
+        self.groups = groups if twin is None else [twin(group) for group in groups]
         self.attentions = [
             forward.attention if direct else self._exchanging(rank, forward)
             for rank, forward in enumerate(self.passes)
@@ -215,14 +218,7 @@ class Ranks:
 
     @torch.inference_mode()
     def _run(self, rank: int, plan: StepPlan, meeting: Meeting) -> tuple[StepInputs, torch.Tensor]:
-        built = build_inputs(
-            plan,
-            self.tables,
-            page_size=self.page_size,
-            window=self.config.window,
-            device=CPU,
-            share=self.share_of(rank),
-        )
+        built = self._inputs(plan, self.share_of(rank))
         inputs, forward = self.alter(rank, built), self.passes[rank]
         attention = self.attentions[rank]
         hooks: dict[str, Any] = {"on_layer": lambda: None}
@@ -241,13 +237,16 @@ class Ranks:
         """What attention plans by."""
         if self.remote is Remote.DIRECT:
             return inputs.batches
-        return build_shares(
+        return [self._inputs(plan, self.share_of(rank)).batches for rank in range(self.num_ranks)]
+
+    def _inputs(self, plan: StepPlan, share: RankShare | None) -> StepInputs:
+        return build_inputs(
             plan,
             self.tables,
             page_size=self.page_size,
             window=self.config.window,
-            num_ranks=self.num_ranks,
-            pages_per_rank=self.pages_per_rank,
+            device=CPU,
+            share=share,
         )
 
     def _keep(self, parts: Sequence[tuple[StepInputs, torch.Tensor]]) -> None:

@@ -29,13 +29,13 @@ from tests.models.test_smollm2 import find_gguf
 DTYPES = [d.value for d in KVDtype]
 PACKED = [d.value for d in KVDtype if d.is_packed]
 # Of an output of attention over 500 random tokens: mean over tokens and heads of the error's norm
-# over that of the output. Measured: 0, 0.0024, 0.0083, 0.035, 0.14.
-ATTENTION = {"fp32": 1e-6, "bf16": 0.003, "int8": 0.01, "fp8": 0.04, "fp4": 0.16}
+# over that of the output. Measured: 0, 0.0024, 0.0083, 0.035, 0.12.
+ATTENTION = {"fp32": 1e-6, "bf16": 0.003, "int8": 0.01, "fp8": 0.04, "fp4": 0.14}
 # Of logits of tiny random models, over the norm of those with fp32 pages. Norms of heads and norms
-# behind attention make Gemma 3's twice as sensitive, measured: 0.0068, 0.03, 0.12, 0.41.
+# behind attention make Gemma 3's twice as sensitive, measured: 0.0068, 0.03, 0.12, 0.36.
 LOGITS = {"fp32": 1e-6, "bf16": 0.004, "int8": 0.018, "fp8": 0.07, "fp4": 0.25}
 # Perplexity over that with bf16 pages, less one: at most.
-PERPLEXITY = {"fp32": 0.001, "int8": 0.005, "fp8": 0.01, "fp4": 0.1}
+PERPLEXITY = {"fp32": 0.001, "int8": 0.005, "fp8": 0.015, "fp4": 0.08}
 
 
 def attention_errors(dtype: str) -> tuple[float, float]:

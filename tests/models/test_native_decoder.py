@@ -71,14 +71,14 @@ class Model:
             )
         self.attention = LayeredAttention([backend], config.component_layers)
 
-    def logits(self, spans, tokens):
+    def logits(self, spans, tokens, **calls):
         batch = RaggedBatch(tuple(spans), self.page_size)
         hidden = self.decoder.forward(
             tokens,
             torch.from_numpy(batch.positions()),
             attention=self.attention,
             meta=self.attention.plan((batch,)),
-            on_layer=lambda: None,
+            **{"on_layer": lambda: None, **calls},
         )
         return self.decoder.logits(hidden)
 
@@ -133,3 +133,28 @@ def test_a_row_does_not_depend_on_its_batch(checkpoint, kernels):
         model.logits(prefill, ids)
     alone = models[0].logits(both[:1], both_ids[:1])
     assert torch.equal(models[1].logits(both, both_ids)[:1], alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.value)
+def test_a_layer_in_two_calls_gives_the_same_bits(checkpoint, kernels, dtype):
+    """As it is computed where somebody wants to know what has been written; and he is told of each
+    layer in its order, before it is over."""
+    one, two = (Model(checkpoint, dtype, kernels=kernels) for _ in range(2))
+    for spans, tokens in steps():
+        told = []
+        got = two.logits(
+            spans, tokens, on_written=told.append, on_layer=lambda told=told: told.append("over")
+        )
+        assert torch.equal(got, one.logits(spans, tokens))
+        assert told == [x for layer in range(3) for x in (layer, "over")]
+
+
+def test_what_a_layer_keeps_between_its_calls_is_checked(checkpoint, kernels):
+    model = Model(checkpoint, KVDtype.FP32, kernels=kernels)
+    spans, _ = next(steps())
+    (batch,) = model.attention.plan((RaggedBatch(tuple(spans), model.page_size),))
+    layer, kv, _ = model.decoder._steps[0]
+    hidden = torch.zeros(37, 64)
+    for qkv in (torch.zeros(36, 128), torch.zeros(37, 4096)[:, ::2], torch.zeros(37, 8).double()):
+        with pytest.raises(ValueError, match="qkv must be"):
+            kernels.layer_project(layer, kv, batch, hidden, qkv)

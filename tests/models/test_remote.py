@@ -10,10 +10,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from phloem.attention import bands, gather_plan, remote_queries
 from phloem.attention import remote as remote_pages
+from phloem.core.errors import GroupError
 from phloem.core.remote import Remote
+from phloem.groups.faulty import FaultyGroup
 from tests.models.ranks import Ranks, Row
 from tests.models.test_against_transformers import TOLERANCE, prompt, relative_error
 from tests.models.test_ranks import (
@@ -133,3 +136,29 @@ def test_faults_show(path, fault, kernels, monkeypatch):
         ranks.step(ranks.chunk(0, 0, 40))
         error = relative_error(ranks.row_logits(0), one.row_logits(0))
         assert (error < TOLERANCE) == (fault == "none")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_ranks_that_come_late_change_nothing(path, family, kernels, remote):
+    """Whatever starts late or loses the core: no buffer is filled while it is read, and no order
+    of arrival shows, to the last bit."""
+    answers = []
+    for seed in (None, 1, 2, 3):
+        twin = (
+            None if seed is None else lambda group, s=seed: FaultyGroup(group, seed=s + group.rank)
+        )
+        ranks = Ranks(path(family), 4, page_size=4, kernels=kernels, remote=remote, twin=twin)
+        admit_rows(ranks)
+        compute(ranks, seed=4)
+        answers.append([ranks.row_logits(number) for number in range(2)])
+    for other in answers[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, answers[0], strict=True))
+
+
+def test_a_rank_that_leaves_is_an_error_of_the_others(path, kernels, remote):
+    """In the middle of a step, and at once."""
+    twin = lambda group: FaultyGroup(group, seed=1, leave_after=4 if group.rank else None)  # noqa: E731
+    ranks = Ranks(path("llama"), 2, page_size=4, kernels=kernels, remote=remote, twin=twin)
+    ranks.admit(0, Row(prompt(40), owners("striped", 2, 10, 0)))
+    with pytest.raises(GroupError, match="rank 1"):
+        ranks.step(ranks.chunk(0, 0, 40))

@@ -10,10 +10,13 @@ import random
 import socket
 from pathlib import Path
 
+import pytest
+
 from phloem.cache.state import CacheState
 from phloem.engine.rank_seats import RankSeat
 from phloem.replica import RecordReader
 from phloem.worker import Follower, Hooks, InlineWorker, Wire, WorkerOptions, load_worker
+from tests.parity.exact import sum_row_by_row
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
@@ -34,8 +37,10 @@ if __name__ == "__main__":
     options = WorkerOptions(hooks=hooks, inline=True, **json.loads(args.options))
     loaded = load_worker(Path(args.path), options, place=seat.take(len(seat.pools)))
     assert isinstance(loaded.worker, InlineWorker)
+    if options.kernels == "reference":  # as `exact.sum_row_by_row` asks for in the test's process
+        sum_row_by_row(pytest.MonkeyPatch())
     pages = (loaded.num_pages[0],) * seat.progress.size
     state = CacheState(options.page_size, pages, host_pages=args.host_pages)
     wire = Wire(socket.socket(fileno=args.socket))
-    failure = Follower(seat.progress.rank, wire, loaded.worker, RecordReader(state)).serve()
+    failure = Follower(seat.progress.rank, wire, loaded, RecordReader(state)).serve()
     os._exit(0 if failure is None else 1)

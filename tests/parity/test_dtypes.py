@@ -18,25 +18,24 @@ from tests.parity.exact import check_exact, sum_row_by_row
 from tests.parity.rig import Cold, Rig
 from tests.parity.test_journeys import words
 
-# (kind, dtype, page size, pages a chunk, ranks before and after the restart): of latents and heads
-# each dtype, each page size, each number of ranks meets each other, but for kinds of windows.
+# (kind, dtype, page size, pages a chunk): of latents and heads each dtype and each page size meet
+# each other, but for kinds of windows. `test_ranks_exact.py` has the same on several ranks.
 CELLS = [
-    ("llama", "fp32", 1, 3, (2, 1)),
-    ("llama", "bf16", 4, 1, (1, 4)),
-    ("llama", "int8", 16, 2, (1, 1)),
-    ("llama", "int8", 4, 3, (2, 4)),
-    ("llama", "fp8", 1, 2, (4, 2)),
-    ("llama", "fp4", 4, 3, (4, 1)),
-    ("v2-lite", "int8", 4, 1, (2, 1)),
-    ("v2-yarn", "bf16", 1, 3, (2, 4)),
-    ("v3", "fp8", 4, 3, (1, 2)),
-    ("v3", "fp4", 1, 1, (1, 2)),
-    ("v3-yarn", "int8", 1, 2, (4, 1)),
-    ("v3-yarn", "fp32", 16, 1, (2, 1)),
-    ("v3-halves", "fp4", 4, 2, (4, 2)),
-    ("gpt_oss", "int8", 4, 2, (2, 1)),
-    ("gemma2", "fp4", 4, 1, (1, 2)),
-    ("mistral", "fp8", 4, 3, (1, 1)),
+    ("llama", "fp32", 1, 3),
+    ("llama", "bf16", 4, 1),
+    ("llama", "int8", 16, 2),
+    ("llama", "fp8", 1, 2),
+    ("llama", "fp4", 4, 3),
+    ("v2-lite", "int8", 4, 1),
+    ("v2-yarn", "bf16", 1, 3),
+    ("v3", "fp8", 4, 3),
+    ("v3", "fp4", 1, 1),
+    ("v3-yarn", "int8", 1, 2),
+    ("v3-yarn", "fp32", 16, 1),
+    ("v3-halves", "fp4", 16, 2),
+    ("gpt_oss", "int8", 4, 2),
+    ("gemma2", "fp4", 4, 1),
+    ("mistral", "fp8", 4, 3),
 ]
 Models = Callable[[str], Path]
 
@@ -83,32 +82,52 @@ def journey(rig: Rig, history: list[int], turns: int) -> list[int]:
     return history
 
 
-@pytest.mark.parametrize(("kind", "dtype", "page_size", "pages", "ranks"), CELLS, ids=str)
+@pytest.mark.parametrize(("kind", "dtype", "page_size", "pages"), CELLS, ids=str)
 def test_device_host_storage_and_restart_equal_cold_to_the_last_bit(
-    models: Models,
-    tmp_path: Path,
-    kind: str,
-    dtype: str,
-    page_size: int,
-    pages: int,
-    ranks: tuple[int, int],
+    models: Models, tmp_path: Path, kind: str, dtype: str, page_size: int, pages: int
 ) -> None:
-    """What one number of ranks has stored another one finds: no byte depends on who computed it."""
     path, shape = models(kind), shape_of(dtype, page_size, pages)
     cold = Cold(path, kernels="reference", kv_dtype=dtype)
     shape["host_pages"] = 4 * int(str(shape["num_pages"]))
     shape["tiers"] = TierConfig(prefetch_policy="wait_complete")
     history = words(1, 14)
-    with Rig(path, **shape, store=tmp_path, ranks=ranks[0]) as rig:
+    with Rig(path, **shape, store=tmp_path) as rig:
         history = journey(rig, history, 4)
         sources = [a.sources for a in rig.answers.values()]
         assert sum(s.device for s in sources) > 0
         assert check_exact(rig, cold) > 0
-    with Rig(path, **shape, store=tmp_path, ranks=ranks[1]) as rig:
+    with Rig(path, **shape, store=tmp_path) as rig:
         answer = rig.ask(history, 3)
         assert answer.sources.storage > 0
         rig.cache.evict(rig.cache.evictable_pages)
         assert rig.ask(history + answer.tokens + words(99, 3), 2).sources.host > 0
+        assert check_exact(rig, cold) > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "ranks"),
+    [
+        ("llama", "int8", 2),
+        ("v3", "fp8", 2),
+        *(
+            pytest.param(*cell, marks=pytest.mark.long)
+            for cell in (("llama", "fp4", 3), ("v3", "int8", 3), ("v2-yarn", "bf16", 2))
+        ),
+    ],
+)
+def test_processes_equal_cold_to_the_last_bit(
+    models: Models, tmp_path: Path, kind: str, dtype: str, ranks: int
+) -> None:
+    """Ranks that map each other's pages; then one rank alone finds what they have stored."""
+    path, cold = models(kind), Cold(models(kind), kernels="reference", kv_dtype=dtype)
+    shape = shape_of(dtype, 4, 2) | {"host_pages": 60}
+    shape["tiers"] = TierConfig(prefetch_policy="wait_complete")
+    with Rig(path, **shape, store=tmp_path, ranks=ranks, processes=True) as rig:
+        history = journey(rig, words(1, 14), 3)
+        assert sum(a.cached for a in rig.answers.values()) > 0
+        assert check_exact(rig, cold) > 0
+    with Rig(path, **shape, store=tmp_path) as rig:
+        assert rig.ask(history, 2).sources.storage > 0
         assert check_exact(rig, cold) > 0
 
 

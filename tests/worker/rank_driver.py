@@ -14,6 +14,7 @@ import torch
 from phloem.core.plan import PageTableUpdate, RowInit, RowPlan, StepPlan, StepResult
 from phloem.core.protocols import Worker
 from phloem.core.refs import NO_REFS, make_ref
+from phloem.core.remote import Remote
 from phloem.core.request import SamplingParams
 from phloem.core.tokens import tokens_to_bytes
 from phloem.worker import Hooks
@@ -55,7 +56,12 @@ def striped(size: int) -> Owner:
 
 
 class RankDriver:
-    """Gives out pages of `size` owners in a scrambled order; every page is NaN before first use."""
+    """Gives out pages of `size` owners in a scrambled order; every page is NaN before first use.
+
+    `ways`: how the steps read remote pages, one after the other, over and over.
+    """
+
+    ways: tuple[Remote, ...] = (Remote.DIRECT,)
 
     def __init__(
         self, worker: Worker, owner: Owner, *, size: int, num_pages: int, page_size: int
@@ -148,6 +154,7 @@ class RankDriver:
             table_updates=tuple(self._updates),
             released=tuple(self._released),
             freed_pages=freed,
+            remote=self.ways[self._step % len(self.ways)],
             **more,
         )
         self._step += 1
