@@ -88,7 +88,8 @@ class Reservation:
             self.num_committed_pages = window.committed
         self.closed = False
         self._end = -1
-        self._enter()
+        if len(leader.ends) > 1:
+            self._enter()
 
     def __enter__(self) -> Reservation:
         return self
@@ -240,7 +241,8 @@ class Reservation:
         if self.closed:
             return
         self.closed = True
-        self._leave()
+        if self._end >= 0:
+            self._leave()
         if not self.is_loading:
             self._let_go()
 
