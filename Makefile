@@ -6,6 +6,7 @@
 # make clean     remove the environment and all caches
 #
 #   make serve MODEL=path/to/model ARGS="--port 8001 --dtype fp32"
+#   make serve STORAGE=            keep no pages; else those of .kv are there after a restart
 #   make test TESTS=tests/cache WORKERS=4
 #
 # Needs Python >= 3.11 with venv; pip obeys its own variables (PIP_INDEX_URL and so on).
@@ -14,6 +15,7 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 MODEL := smollm2
 ARGS  :=
+STORAGE := .kv
 TESTS :=
 WORKERS := 2
 
@@ -29,7 +31,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 .PHONY: serve install dev test test-all check clean help
 
 serve: $(VENV)/.run
-	$(BIN)/phloem serve $(MODEL) $(ARGS)
+	$(BIN)/phloem serve $(MODEL) $(if $(STORAGE),--storage $(STORAGE) --storage-size 2GB) $(ARGS)
 
 install: $(VENV)/.run
 	@echo "Ready. Next: make serve, or $(BIN)/phloem --help"
@@ -52,7 +54,7 @@ help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .kv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
