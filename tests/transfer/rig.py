@@ -31,7 +31,7 @@ def layout(num_pages: int, dtype: KVDtype = KVDtype.FP32) -> PageLayout:
         dtype=dtype,
         num_layers=NUM_LAYERS,
         num_kv_heads=4,
-        head_dim=6,
+        head_dim=16 if dtype is KVDtype.FP4 else 6,  # which has a scale for 16 numbers
         page_size=5,
     )
     return PageLayout(spec, num_pages, 2)
