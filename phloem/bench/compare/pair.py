@@ -16,6 +16,7 @@ from phloem.bench.compare.peer import Attached, Launch, Peer, PeerUnavailable, S
 from phloem.bench.compare.peers.phloem_peer import PhloemServer
 from phloem.bench.compare.process import running, tree_peak_rss
 from phloem.bench.compare.rounds import Measure, Pairs, interleave
+from phloem.bench.compare.settle import cpu_seconds, until_idle
 from phloem.bench.compare.tasks import Probe, ServerFailed, Task
 from phloem.bench.local_server import free_port
 
@@ -87,6 +88,7 @@ async def measure_pair(
 class _Side:
     name: str
     probe: Probe
+    pid: int | None  # None: a server that is not our child
 
 
 @contextlib.asynccontextmanager
@@ -101,7 +103,8 @@ async def _served(
     measured.commands[role] = _portable(launch.shown(), port)
     with running(launch, port) as process:
         async with Client(process.url) as client:
-            side = _Side(role, Probe(client, await client.first_model(), seed))
+            probe = Probe(client, await client.first_model(), seed)
+            side = _Side(role, probe, process.pid)
             await side.probe.ask(side.probe.draw("warm-up", 64), 4)
             yield side
         if process.pid is not None:
@@ -128,17 +131,23 @@ async def _run_tasks(
                 await task.prime(side.probe)
             rounds = min(plan.rounds, plan.few_rounds.get(task.name, plan.rounds))
             pairs = await interleave(
-                rounds, _sampler(task, mine.probe), _sampler(task, theirs.probe)
+                rounds, _sampler(task, mine, sides), _sampler(task, theirs, sides)
             )
             measured.pairs[task.name] = pairs
             measured.units[task.name] = task.unit
 
 
-def _sampler(task: Task, probe: Probe) -> Measure:
+def _sampler(task: Task, side: _Side, sides: tuple[_Side, _Side]) -> Measure:
     async def sample(round_no: int) -> float:
-        return await task.sample(probe, round_no)
+        await _settle(sides)
+        return await task.sample(side.probe, round_no)
 
     return sample
+
+
+async def _settle(sides: tuple[_Side, _Side]) -> None:
+    """Until neither server works on what it was asked before."""
+    await until_idle(lambda: cpu_seconds(side.pid for side in sides if side.pid is not None))
 
 
 async def _run_restart(
@@ -166,10 +175,12 @@ async def _run_restart(
         async with _served(measured, role, ours, stored, plan.seed) as mine:
 
             async def go_on(number: int) -> float:
+                await _settle((mine, theirs))
                 chat = mine.probe.draw(f"restart:{number}", length)
                 return (await mine.probe.ask(chat, 1)).ttft_s
 
             async def recompute(number: int) -> float:
+                await _settle((mine, theirs))
                 prompt = theirs.probe.draw(f"restart:cold:{number}", length)
                 return (await theirs.probe.ask(prompt, 1)).ttft_s
 
