@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes as c
 import enum
 import functools
+import logging
 import os
 from pathlib import Path
 
@@ -35,6 +36,8 @@ __all__ = [
     "native_available",
     "usable_cpus",
 ]
+
+logger = logging.getLogger(__name__)
 
 ABI_VERSION = 4
 PANEL = 16  # output columns that are packed together
@@ -313,9 +316,17 @@ def native_available() -> bool:
     """Whether the library can be loaded here."""
     try:
         library()
-    except ConfigError:
+    except ConfigError as error:
+        if library_path() is not None:  # one that is of no use is slower without a word
+            _warn(f"{error}; it is not used until it is built again: make install")
         return False
     return True
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    """Once a process."""
+    logger.warning(message)
 
 
 def usable_cpus() -> int:
