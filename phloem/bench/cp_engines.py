@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from phloem.bench.core_hooks import KeptChunks
 from phloem.config import (
     CacheOptions,
     Config,
@@ -23,7 +24,7 @@ from phloem.config import (
     TierOptions,
 )
 from phloem.core.namespace import make_namespace
-from phloem.core.request import FinishReason, GenerateRequest, OutputChunk, SamplingParams
+from phloem.core.request import FinishReason, GenerateRequest, SamplingParams
 from phloem.core.tokens import tokens_to_bytes
 from phloem.engine.build import build_core
 from phloem.engine.core import EngineCore
@@ -44,28 +45,6 @@ class EngineShape:
     num_pages: int = 1400  # of each rank
 
 
-class _Hooks:
-    """Keeps the chunks; nothing else is of interest."""
-
-    def __init__(self) -> None:
-        self.chunks: list[OutputChunk] = []
-
-    def emit(self, chunks: list[OutputChunk]) -> None:
-        self.chunks += chunks
-
-    def on_wait(self) -> None:
-        """Nobody has anything to say."""
-
-    def wake(self) -> None:
-        """It is never idle while it is looked at."""
-
-    def on_layer(self) -> None:
-        """Nobody watches."""
-
-    def on_load(self, done: int, total: int, phase: str) -> None:
-        """Nobody watches."""
-
-
 class BenchEngine:
     """Drives a core on the calling thread. Owns it."""
 
@@ -77,7 +56,7 @@ class BenchEngine:
             tiers=TierOptions(host_memory="0"),
             runtime=RuntimeOptions(threads=shape.threads),
         )
-        self._hooks = _Hooks()
+        self._hooks = KeptChunks()
         self._names = itertools.count()
         self._core: EngineCore = build_core(config, self._hooks, ())
 

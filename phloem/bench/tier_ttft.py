@@ -17,14 +17,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from phloem.bench.core_hooks import KeptChunks
 from phloem.config import CacheOptions, Config, ModelOptions, TierOptions
 from phloem.core.namespace import make_namespace
-from phloem.core.request import CachedTokens, GenerateRequest, OutputChunk, SamplingParams
+from phloem.core.request import CachedTokens, GenerateRequest, SamplingParams
 from phloem.core.tokens import tokens_to_bytes
 from phloem.engine.loop_core import LoopCore
 from phloem.tiers import Forced
@@ -48,32 +49,10 @@ class TtftOptions:
     cold_samples: int = 3
 
 
-@dataclass(slots=True)
-class _Hooks:
-    """What the core calls."""
-
-    chunks: list[OutputChunk] = field(default_factory=list)
-
-    def emit(self, chunks: list[OutputChunk]) -> None:
-        self.chunks += chunks
-
-    def on_wait(self) -> None:
-        """Nobody else has anything to say."""
-
-    def wake(self) -> None:
-        """The next pass looks."""
-
-    def on_layer(self) -> None:
-        """Nobody watches."""
-
-    def on_load(self, done: int, total: int, phase: str) -> None:
-        """Nobody watches."""
-
-
 class TtftRig:
     """One engine without its processes. `forget_*` do what eviction would."""
 
-    def __init__(self, core: LoopCore, hooks: _Hooks) -> None:
+    def __init__(self, core: LoopCore, hooks: KeptChunks) -> None:
         self._core, self._hooks = core, hooks
         self._cache = core.loop.scheduler.cache
         self._rng = random.Random("ttft")
@@ -161,7 +140,7 @@ def _rig(options: TtftOptions) -> Iterator[TtftRig]:
             prefetch_policy="wait_complete",
         ),
     )
-    hooks = _Hooks()
+    hooks = KeptChunks()
     core = build_core(config, hooks, ())
     try:
         yield TtftRig(core, hooks)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.checkpoints import make_checkpoint, make_windowed
+from tests.models.checkpoints import LATENT, WINDOWED, make_checkpoint, make_latent, make_windowed
 from tests.parity.rig import Cold, versions_of
 
 Windowed = Callable[[str, int], tuple[Path, Cold]]
+Models = Callable[[str], Path]
 
 
 @pytest.fixture(scope="session")
@@ -42,5 +43,23 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Windowed:
         path = tmp_path_factory.mktemp("parity") / f"{family}-{window}"
         make_windowed(family, path, window=window)
         return path, Cold(path)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """kind -> a random checkpoint: llama, one with latents, or one with windows of 8 tokens."""
+
+    @functools.cache
+    def make(kind: str) -> Path:
+        path = tmp_path_factory.mktemp("parity") / kind
+        if kind in LATENT:
+            make_latent(kind, path)
+        elif kind in WINDOWED:
+            make_windowed(kind, path, window=8)
+        else:
+            make_checkpoint(kind, path)
+        return path
 
     return make

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from phloem.core.plan import StepPlan, StepResult
 from phloem.kernels import codec
 from phloem.tiers import TierConfig
 from phloem.worker.runner import Runner
-from tests.models.checkpoints import make_checkpoint, make_latent, make_windowed
+from tests.parity.conftest import Models
 from tests.parity.exact import check_exact, sum_row_by_row
 from tests.parity.rig import Cold, Rig
 from tests.parity.test_journeys import words
@@ -37,23 +36,6 @@ CELLS = [
     ("gemma2", "fp4", 4, 1),
     ("mistral", "fp8", 4, 3),
 ]
-Models = Callable[[str], Path]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    @functools.cache
-    def make(kind: str) -> Path:
-        path = tmp_path_factory.mktemp("dtypes") / kind
-        if kind == "llama":
-            make_checkpoint(kind, path)
-        elif kind in ("gpt_oss", "gemma2", "mistral"):
-            make_windowed(kind, path, window=8)
-        else:
-            make_latent(kind, path)
-        return path
-
-    return make
 
 
 @pytest.fixture(autouse=True)

@@ -7,37 +7,20 @@ from the device, the host, and a directory that another number of ranks has writ
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import pytest
 
 from phloem.tiers import TierConfig
-from tests.models.checkpoints import make_checkpoint, make_latent, make_windowed
+from tests.parity.conftest import Models
 from tests.parity.exact import check_exact, sum_row_by_row
 from tests.parity.rig import Cold, Rig
-from tests.parity.test_dtypes import CELLS, Models, journey, shape_of
+from tests.parity.test_dtypes import CELLS, journey, shape_of
 from tests.parity.test_journeys import words
 
 # Each of the cells of one rank, with a number of ranks, a placement, and who reads what they wrote.
 RANKS = [(2, "striped", 1), (4, "striped", 2), (2, "contiguous", 4), (4, "contiguous", 1)]
 CASES = [(*cell, *RANKS[i % len(RANKS)]) for i, cell in enumerate(CELLS)]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    @functools.cache
-    def make(kind: str) -> Path:
-        path = tmp_path_factory.mktemp("ranks") / kind
-        if kind == "llama":
-            make_checkpoint(kind, path)
-        elif kind in ("gpt_oss", "gemma2", "mistral"):
-            make_windowed(kind, path, window=8)
-        else:
-            make_latent(kind, path)
-        return path
-
-    return make
 
 
 @pytest.mark.parametrize(
