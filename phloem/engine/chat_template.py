@@ -78,8 +78,7 @@ class ChatTemplate:
                 documents=None,
                 **self._special_tokens,
             )
-        except Exception as error:
-            # Foreign code: it fails with whatever its expressions raise on odd messages.
+        except Exception as error:  # foreign code: whatever its expressions raise on odd messages
             raise BadRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error

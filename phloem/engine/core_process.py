@@ -123,8 +123,7 @@ class CoreProcess:
             return self._fail(str(error), config=True)
         except EngineDead as error:  # whoever found it has said so in the log
             return self._fail(str(error), config=False)
-        except Exception as error:
-            # Entry point of a process: whatever it was, the parent must hear of it in one line.
+        except Exception as error:  # a process's entry point: the parent must hear of it in a line
             logger.error("the engine failed\n%s", traceback.format_exc())
             return self._fail(f"{type(error).__name__}: {error}", config=False)
         finally:

@@ -74,8 +74,7 @@ class RankProcess:
             return 1
         except ConfigError as error:
             return self._fail(str(error), config=True)
-        except Exception as error:
-            # Entry point of a process: whatever it was, the leader must hear of it in one line.
+        except Exception as error:  # a process's entry point: the leader must hear of it in a line
             logger.error("rank %d failed\n%s", self._rank, traceback.format_exc())
             text = f"rank {self._rank} failed: {type(error).__name__}: {error}"
             return self._fail(text, config=False)
@@ -95,7 +94,7 @@ class RankProcess:
         pools = pools.resized(device=sizes.device, host=sizes.host)
         no_host = pools.resized(host=(0,) * len(pools.host))  # the leader moves all pages
         options = worker_options(config, Hooks(), dtype, no_host, inline=True)
-        place = self._seat.take(len(sizes.device))
+        place = self._seat.take()
         loaded = load_worker(model.path, options, place=place)
         follower = Follower(self._rank, self._wire, loaded, _replica(config, pools))
         gc.collect()

@@ -80,8 +80,7 @@ def _base(metadata: Mapping[str, Any]) -> tuple[Tokenizer, str]:
     merges = [tuple(merge.split(" ", 1)) for merge in metadata[_PREFIX + "merges"]]
     try:
         model = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _LLAMA3_NAMES)
-    except Exception as error:
-        # The library raises bare Exception, e.g. for a merge of unknown pieces.
+    except Exception as error:  # the library raises it bare, e.g. for a merge of unknown pieces
         raise ConfigError(f"the GGUF file's vocabulary cannot be used: {error}") from error
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = _PRE[pre]()

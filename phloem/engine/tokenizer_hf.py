@@ -61,8 +61,7 @@ def load_hf_tokenizer(folder: Path) -> ModelTokenizer:
         raise ConfigError(f"{folder} has no tokenizer.json (other tokenizer files are not read)")
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:
-        # The library raises bare Exception for every kind of broken file.
+    except Exception as error:  # the library raises bare Exception for every kind of broken file
         raise ConfigError(f"{file} cannot be used: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
