@@ -8,6 +8,7 @@ collect() <------- all results of the step, merged in the order of the plan's ro
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -22,6 +23,8 @@ from phloem.worker.torch_worker import InlineWorker, TorchWorker
 from phloem.worker.wire import Cancel, Done, Load, Loaded, Step, Swap, Up, Wire, packed
 
 __all__ = ["Log", "RankHooks", "RankedWorker", "merged"]
+
+logger = logging.getLogger(__name__)
 
 # Who is to blame is known at once where the rank can say so itself; so long it may take.
 _BLAME_S = 2.0
@@ -75,7 +78,7 @@ class RankedWorker:
         # All below: under _changed.
         self._done: dict[int, deque[StepResult]] = {rank: deque() for rank in self._wires}
         self._failures: dict[int, str] = {}  # what is wrong with a rank
-        self._hearsay: list[str] = []  # what other ranks say of it
+        self._hearsay: dict[int, str] = {}  # what a rank says of others; then it leaves
         self._loaded: dict[int, str | None] = {}  # errors of those that have answered `Load`
         self._closing = False
         self._readers = [
@@ -95,12 +98,16 @@ class RankedWorker:
         with self._changed:
             if not self._failures and not self._hearsay:
                 return None
-            return self._verdict(self._hearsay)
+            return self._verdict()
 
-    def _verdict(self, otherwise: Sequence[str]) -> str:
+    def _verdict(self, *otherwise: str) -> str:
         """Under _changed."""
+        own = self._own.broken
+        if own is not None and not isinstance(own, GroupError):  # it is this rank that others miss
+            logger.error("rank 0 failed", exc_info=own)
+            return f"rank 0 failed: {type(own).__name__}: {own}"
         self._changed.wait_for(lambda: bool(self._failures), _BLAME_S)
-        return next(iter((*self._failures.values(), *otherwise)))
+        return next(iter((*self._failures.values(), *otherwise, *self._hearsay.values())))
 
     @property
     def messages(self) -> Mapping[int, int]:
@@ -211,7 +218,8 @@ class RankedWorker:
         for message in wire.up():
             self._take(rank, message)
         with self._changed:
-            closing, known = self._closing, rank in self._failures
+            known = rank in self._failures or rank in self._hearsay
+            closing = self._closing
         if not closing and not known:
             self._fail(rank, self._hooks.end_of(rank))
 
@@ -228,7 +236,7 @@ class RankedWorker:
             return
         if message.hearsay:
             with self._changed:
-                self._hearsay.append(f"rank {rank}: {message.message}")
+                self._hearsay[rank] = f"rank {rank}: {message.message}"
                 self._changed.notify_all()
             self._hooks.on_failure()
             return
@@ -252,7 +260,7 @@ class RankedWorker:
     def _blame(self, error: GroupError) -> str:
         """What the rank that the leader missed says itself, or what was seen of it."""
         with self._changed:
-            return self._verdict([str(error)])
+            return self._verdict(str(error))
 
 
 def merged(plan: StepPlan, results: Sequence[StepResult]) -> StepResult:

@@ -28,16 +28,16 @@ class InlineWorker:
     def __init__(self, runner: Runner, pools: Sequence[DevicePool]) -> None:
         self._runner, self._pools = runner, tuple(pools)
         self._done: deque[StepResult | _Failed] = deque()
-        self._broken = False
+        self.broken: BaseException | None = None  # what the first failed step has raised
 
     def submit(self, plan: StepPlan) -> None:
-        if self._broken:
-            self._done.append(_Failed(RuntimeError("an earlier step of this worker failed")))
+        if self.broken is not None:
+            self._done.append(_Failed(self.broken))
             return
         try:
             self._done.append(self._runner.run(plan))
         except Exception as error:  # reported by collect, as a thread would
-            self._broken = True
+            self.broken = error
             self._done.append(_Failed(error))
 
     def wait(self, timeout_s: float) -> bool:  # noqa: ARG002
@@ -75,6 +75,8 @@ class TorchWorker:
         self._results: queue.SimpleQueue[StepResult | _Failed] = queue.SimpleQueue()
         self._next: StepResult | _Failed | None = None  # taken by `wait`, not collected yet
         self._closed = threading.Event()
+        # What the first failed step has raised; known before any other rank misses this one.
+        self.broken: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="phloem-worker", daemon=True)
         self._thread.start()
 
@@ -115,18 +117,17 @@ class TorchWorker:
         self._thread.join()
 
     def _serve(self) -> None:
-        broken: BaseException | None = None
         while (plan := self._plans.get()) is not None:
             if self._closed.is_set():
                 self._results.put(_Failed(EngineDead("the worker was closed")))
                 continue
-            if broken is not None:
-                self._results.put(_Failed(broken))
+            if self.broken is not None:
+                self._results.put(_Failed(self.broken))
                 continue
             try:
                 self._results.put(self._runner.run(plan))
             except BaseException as error:  # the thread's entry point: collect raises it
-                broken = error
+                self.broken = error
                 self._results.put(_Failed(error))
                 self._runner.leave()
         self._runner.leave()

@@ -235,7 +235,9 @@ def test_a_rank_whose_cache_differs_stops_all_with_both_digests(path) -> None:
     loaded.worker.close()
 
 
-def test_a_failing_rank_is_named(path, monkeypatch) -> None:
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_failing_rank_is_named(path, monkeypatch, failing) -> None:
+    """With its own words, although the others are the first to be heard."""
     ranks, _ = driver(path, 3, striped(3))
     ids = prompt(40, 7)
     ranks.admit(0, ids)
@@ -243,13 +245,17 @@ def test_a_failing_rank_is_named(path, monkeypatch) -> None:
     real = runner.build_inputs
 
     def broken(plan, tables, *, share, **more):
-        if share.rank == 2:
+        if share.rank == failing:
             raise ValueError("broken on purpose")
         return real(plan, tables, share=share, **more)
 
     monkeypatch.setattr(runner, "build_inputs", broken)
+    complained = threading.Event()
+    ranks.worker.connect(RankHooks(on_failure=complained.set))
     ranks.submit(bad)
-    with pytest.raises(EngineDead, match=r"^rank 2 failed: ValueError: broken on purpose"):
+    assert complained.wait(20.0)
+    named = rf"^rank {failing} failed: ValueError: broken on purpose$"
+    with pytest.raises(EngineDead, match=named):
         ranks.worker.collect()
     ranks.worker.close()
 

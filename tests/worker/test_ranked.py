@@ -41,6 +41,7 @@ class Own:
         self.cancelled: list[int] = []
         self.outcomes: deque[StepResult | Exception] = deque()
         self.closed = False
+        self.broken: BaseException | None = None
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
@@ -192,6 +193,18 @@ def test_a_rank_that_fails_is_named_with_its_own_words(rig) -> None:
     assert rig.failed.is_set()
     with pytest.raises(EngineDead, match="rank 2 failed"):
         rig.worker.submit(plan(1))
+
+
+def test_a_rank_that_complains_and_leaves_is_not_the_one_that_failed(rig) -> None:
+    """Rank 2 hangs: rank 1 has missed it, says so and ends."""
+    rig.worker.submit(plan(0, row(0)))
+    rig.report(1, Failed("rank 2 is late: waited for step 0", hearsay=True))
+    rig.die(1)
+    assert rig.failed.wait(PATIENCE_S)
+    rig.worker._readers[0].join(PATIENCE_S)  # it has seen the end of the wire
+    rig.own.outcomes.append(GroupError("rank 2 is late: waited for step 0", ranks=(2,)))
+    with pytest.raises(EngineDead, match="rank 2 is late"):
+        rig.worker.collect()
 
 
 def test_a_rank_that_dies_while_nothing_runs_is_noticed() -> None:
