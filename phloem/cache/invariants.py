@@ -138,9 +138,11 @@ def _owners(cache: PrefixCache) -> Iterator[str]:
                 f"owner {allocator.owner}: {parts[0]} free + {parts[1]} evictable + {parts[2]} "
                 f"locked pages are not {allocator.capacity}"
             )
-    running = sum(1 for r in cache.leader.reservations if not r.closed and r.num_pages)
-    if len(cache.state.allocators) > 1 and sum(cache.leader.ends) != running:
-        yield f"{sum(cache.leader.ends)} requests count as running, {running} are"
+    running = [r.refs for r in cache.leader.reservations if not r.closed and r.num_pages]
+    ends = Counter(owner_of(int(refs[-1])) for refs in running)
+    for owner, count in enumerate(cache.leader.ends):
+        if len(cache.leader.ends) > 1 and count != ends[owner]:
+            yield f"owner {owner}: {count} requests count as ending there, {ends[owner]} do"
     if sum(allocator.num_free for allocator in cache.state.allocators) != cache.free_pages:
         yield f"{cache.free_pages} pages count as free, the allocators say otherwise"
 

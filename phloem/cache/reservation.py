@@ -201,7 +201,7 @@ class Reservation:
         assert not self.closed, "the reservation is closed"
         if num_pages <= 0:
             return
-        last = owner_of(int(self._table[self.num_pages - 1])) if self.num_pages else None
+        last = self._end if self._end >= 0 else None
         self._leave()
         try:
             packed = self._leader.allocate(num_pages, last)
@@ -330,6 +330,9 @@ class Reservation:
         self._leader.free(self._table[first:stop].tobytes())
         self._move_table(self.num_pages + 8)  # who holds the old one keeps what it read
         self._table[first:stop] = refs
+        if self._end >= 0:
+            self._leave()
+            self._enter()
         return PagesChanged(first, refs)
 
     def _move_table(self, capacity: int) -> None:

@@ -242,6 +242,21 @@ def test_requests_of_any_length_soon_decode_evenly():
     check_invariants(cache, idle=True)
 
 
+def test_a_request_counts_where_its_last_page_is_after_another_one_was_first():
+    """Two compute the same: the second one's pages give way to the first one's, on other ranks."""
+    cache, tokens = pools(2, 20), run_of(0, 4 * 3)
+    first, second = start(cache, tokens), start(cache, tokens)
+    assert cache.leader.ends == [1, 1]
+    for each in (first, second):
+        each.commit(tokens)
+    assert (first.refs == second.refs).all()
+    assert sorted(cache.leader.ends) == [0, 2]
+    check_invariants(cache)
+    first.close()
+    second.close()
+    assert cache.leader.ends == [0, 0]
+
+
 def ends(running: list[Reservation]) -> list[int]:
     """How many requests write to each rank's pages next."""
     owners = [int(owners_of(each.refs)[-1]) for each in running]
