@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from phloem.cache import HostTier, PrefixCache, WindowConfig
+from phloem.cache.placement import make_placement
 from phloem.core.clock import VirtualClock
 from phloem.core.errors import BadRequest, EngineDead
 from phloem.core.namespace import make_namespace
@@ -108,7 +109,8 @@ def simulated_target(
     def make_loop(emit: Emit) -> EngineLoop:
         clock = VirtualClock()
         pools = (num_pages,) * ranks.count
-        host = HostTier(pages=host_pages, exclusive=is_exclusive(sum(pools), host_pages))
+        device_pages = sum(make_placement(ranks.placement).pools(pools))
+        host = HostTier(pages=host_pages, exclusive=is_exclusive(device_pages, host_pages))
         cache = PrefixCache(
             page_size=page_size,
             num_pages=pools,

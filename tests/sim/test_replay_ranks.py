@@ -52,6 +52,14 @@ def test_windows_and_the_host_tier_come_along(placement: str):
     assert found.host_tokens > 0
 
 
+def test_a_host_behind_copies_is_that_of_one_rank():
+    """90 host pages are more than four times the 20 that each rank has, not the 80 of all."""
+    copies = report(20, Ranks(count=4, placement="replicate"), host_pages=90)
+    one = report(20, Ranks(), host_pages=90)
+    assert copies == one
+    assert one.host_tokens > 0
+
+
 def test_the_command_has_flags_for_it(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     path = write(tmp_path / "trace.jsonl")
     cached = {}
