@@ -202,20 +202,27 @@ class ThreadedStore:
 
     def _finish(self, part: _Part, statuses: list[Status]) -> None:
         flight = part.flight
-        if part.expired and flight.op.verb is Verb.PUT:
-            self._withdraw(part, statuses)
         with self._changed:
-            part.running = False
-            flight.num_open -= 1
-            if part.expired:
-                self._num_stuck -= 1
-            else:
+            if not part.expired:
                 flight.statuses[part.first : part.first + len(statuses)] = statuses
                 if flight.op.spans:
                     self._bytes[flight.op.verb] += _num_ok_bytes(part.items, statuses)
-            if flight.num_open == 0:
-                self._settle(flight)
-                self._changed.notify_all()
+                self._ended(part)
+                return
+        if flight.op.verb is Verb.PUT:
+            self._withdraw(part, statuses)
+        with self._changed:
+            self._num_stuck -= 1
+            self._ended(part)
+
+    def _ended(self, part: _Part) -> None:
+        """No thread works for the part any more."""
+        flight = part.flight
+        part.running = False
+        flight.num_open -= 1
+        if flight.num_open == 0:
+            self._settle(flight)
+            self._changed.notify_all()
 
     def _withdraw(self, part: _Part, statuses: list[Status]) -> None:
         """A put that was answered TIMEOUT has succeeded after all: it shall not be seen."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,10 @@ from phloem.core.store import Op, Span, Status, Verb
 from phloem.stores import Backend
 from phloem.stores.adapters.memory import MemoryBackend
 from phloem.stores.adapters.segment import SegmentBackend
+from phloem.stores.backend import Item
 from phloem.stores.faulty import Fault, FaultyBackend
-from tests.stores.rig import MISS, OK, Rig, faulty_rig, key_of, make_rig
+from phloem.stores.threaded import ThreadedStore
+from tests.stores.rig import MISS, OK, PATIENCE_S, Rig, faulty_rig, key_of, make_rig
 
 Maker = Callable[[], Backend]
 
@@ -127,6 +131,47 @@ def test_a_put_that_succeeds_after_its_deadline_is_withdrawn(inner: Backend) -> 
         clock.advance(1.0)
         assert rig.answer(ticket).statuses == (Status.TIMEOUT,)
         faulty.release()
+        rig.until(lambda: ticket in rig.released)
+        assert rig.probe(["a"]) == (MISS,)
+
+
+class _Waiting(MemoryBackend):
+    """A put waits until it may; then it is done."""
+
+    def __init__(self) -> None:
+        super().__init__(8 << 20)
+        self.begun, self.may, self.done = (threading.Event() for _ in range(3))
+
+    def put(self, items: Sequence[Item]) -> list[Status]:
+        self.begun.set()
+        self.may.wait(PATIENCE_S)
+        statuses = super().put(items)
+        self.done.set()
+        return statuses
+
+
+class _Slow(VirtualClock):
+    """Who looks at it is kept until a put has ended."""
+
+    puts: _Waiting | None = None
+
+    def now_s(self) -> float:
+        if self.puts is not None:
+            puts, self.puts = self.puts, None
+            puts.may.set()
+            puts.done.wait(PATIENCE_S)
+            time.sleep(0.05)  # its thread goes as far as it can
+        return super().now_s()
+
+
+def test_a_put_that_ends_while_it_is_being_answered_timeout_is_withdrawn_too() -> None:
+    backend, clock = _Waiting(), _Slow()
+    with Rig(ThreadedStore(backend, clock, num_threads=1), clock) as rig:
+        ticket = rig.submit(rig.put_op(["a"], 4096), 1.0)
+        backend.begun.wait(PATIENCE_S)
+        clock.advance(1.0)
+        clock.puts = backend
+        assert rig.answer(ticket).statuses == (Status.TIMEOUT,)
         rig.until(lambda: ticket in rig.released)
         assert rig.probe(["a"]) == (MISS,)
 
