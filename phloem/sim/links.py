@@ -66,11 +66,10 @@ def simulate_step(
     linear_s = step.rows * rates.linear_row_s
     line = _Line(rates)
     ahead = [line.send(0.0, work.ahead_bytes)]  # the first layer's pages: nothing to hide behind
-    attended = [0.0]  # when each layer was done; the buffer of two layers before is free then
     now = 0.0
     for number in range(num_layers):
-        if number + 1 < num_layers:
-            ahead.append(line.send(attended[max(0, number - 1)], work.ahead_bytes))
+        if number + 1 < num_layers:  # the layer before has been attended: its buffer is free
+            ahead.append(line.send(now, work.ahead_bytes))
         now = max(now, ahead[number] if work.ahead_bytes else now) + linear_s
         came = line.send(now, work.kv_bytes)
         asked = line.send(now, work.query_bytes)
@@ -82,7 +81,6 @@ def simulate_step(
         if work.kv_bytes:
             now = max(now, came) + work.late_s
         now = max(now, answered)
-        attended.append(now)
     return now
 
 
