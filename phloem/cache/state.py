@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from phloem.cache import residence
-from phloem.cache.chain import Hasher, default_hasher
 from phloem.cache.components import FULL, Component
 from phloem.cache.node import REF_BYTES, Node
 from phloem.cache.tree import RadixTree
@@ -42,11 +41,10 @@ class CacheState:
         host_pages: int = 0,
         components: tuple[Component, ...] = (FULL,),
         window: WindowConfig | None = None,
-        hasher: Hasher = default_hasher,
     ) -> None:
         if window is not None:
             components = (FULL, Component("window", window.tokens))
-        self.tree = RadixTree(page_size, components=components, hasher=hasher)
+        self.tree = RadixTree(page_size, components=components)
         self.allocators = tuple(PageAllocator(owner, n) for owner, n in enumerate(num_pages))
         self.host = HostPool(host_pages)
         self.free_pages = sum(num_pages)  # over all owners

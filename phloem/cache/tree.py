@@ -52,16 +52,10 @@ class RadixTree:
         "version",
     )
 
-    def __init__(
-        self,
-        page_size: int,
-        *,
-        components: tuple[Component, ...] = (FULL,),
-        hasher: Hasher = default_hasher,
-    ) -> None:
+    def __init__(self, page_size: int, *, components: tuple[Component, ...] = (FULL,)) -> None:
         self.page_bytes = page_size * TOKEN_BYTES
         self.components = components
-        self.hasher = hasher
+        self.hasher: Hasher = default_hasher
         self.root = Node(ROOT_ID, None, b"", b"", b"")
         self.nodes: dict[int, Node] = {ROOT_ID: self.root}
         self.next_id = ROOT_ID + 1
