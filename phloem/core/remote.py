@@ -8,7 +8,7 @@ __all__ = ["Remote"]
 
 
 class Remote(enum.Enum):
-    """A field of the step plan, for each part of the KV: what is cached, and the chunk's own.
+    """A field of the step plan: one way for what is cached and for the chunk's own KV.
 
     DIRECT: peers' pools are mapped memory, and are read in place.
     GATHER_KV: the owners' pages travel to whoever attends.
