@@ -9,8 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phloem.groups import Seat, ShmProgress, progress_seats
-from phloem.groups.shm import GroupSeat, ShmGroup, shm_seats
+from phloem.groups import GroupSeat, Seat, ShmGroup, ShmProgress, progress_seats, shm_seats
 from phloem.kv.layout import PageLayout
 from phloem.pools import DevicePool
 from phloem.worker import Peers, RankPlace, SampledTokens
@@ -45,14 +44,11 @@ class RankSeat:
             sampled=fields["sampled"],
         )
 
-    def take(self, num_components: int) -> RankPlace:
+    def take(self) -> RankPlace:
         """Map everything, once it has its size; the descriptors are given back."""
-        pools = [_mapped(fd) for fd in self.pools[:num_components]]
-        for fd in self.pools[num_components:]:
-            os.close(fd)
         return RankPlace(
             peers=Peers(ShmProgress(self.progress)),
-            pools=tuple(pools),
+            pools=tuple(_mapped(fd) for fd in self.pools),
             sampled=_mapped(self.sampled),
             group=ShmGroup(self.group),
         )

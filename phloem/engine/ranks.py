@@ -55,7 +55,8 @@ class Ranks:
     def __init__(self, size: int, num_components: int) -> None:
         """Start the processes; they wait for `start`."""
         seats = rank_seats(size, num_components)
-        self._own: RankSeat = seats[0]
+        self._own = seats[0]
+        self._place: RankPlace | None = None  # once the seat has been taken
         self._ranks: dict[int, _Rank] = {}
         try:
             for rank, seat in enumerate(seats[1:], 1):
@@ -68,10 +69,6 @@ class Ranks:
     def wires(self) -> list[Wire]:
         """In order of rank, from rank 1 on; handed over with the first step."""
         return [rank.wire for rank in self._ranks.values()]
-
-    @property
-    def pids(self) -> list[int]:
-        return [rank.process.pid for rank in self._ranks.values()]
 
     def start(self, config: Config, own_pages: Sequence[int]) -> tuple[int, ...]:
         """Say what to load. The pages that every rank can have, this one (`own_pages`) included.
@@ -89,7 +86,8 @@ class Ranks:
         size_memory(self._own, layouts, max_running)
         device = tuple(layout.num_pages for layout in layouts)
         self._tell(RankPages(device, host_pages))
-        return self._own.take(len(layouts))
+        self._place = self._own.take()
+        return self._place
 
     def wait_ready(self, own: LoadedWorker) -> None:
         """Return when all have loaded what rank 0 has. Raises ConfigError or EngineDead if not."""
@@ -138,6 +136,10 @@ class Ranks:
             each.process.kill()
             each.process.wait()
             each.wire.close()
+        if self._place is None:
+            self._own.close()
+        else:
+            self._place.leave()
 
 
 def _spawn(rank: int, seat: RankSeat) -> _Rank:

@@ -87,3 +87,9 @@ class RankPlace:
     pools: tuple[mmap.mmap, ...]
     sampled: mmap.mmap
     group: Group[Tensor] | None = None
+
+    def leave(self) -> None:
+        """Of no use any more: others that wait for this rank are told. Idempotent."""
+        self.peers.leave()
+        if self.group is not None:
+            self.group.close()

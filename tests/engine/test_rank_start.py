@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import Any
 
@@ -111,12 +112,36 @@ def test_ranks_that_loaded_other_things_are_refused(played: tuple[Ranks, dict[in
     ranks.kill()
 
 
+@pytest.mark.parametrize("placed", [False, True])
+def test_ranks_that_are_killed_leave_no_descriptor_open(
+    monkeypatch: pytest.MonkeyPatch, placed: bool
+) -> None:
+    """Whether rank 0 has taken its seat or not: a caller of `LLM` may try again and again."""
+    ours: list[Wire] = []
+
+    def spawn(_rank: int, _seat: RankSeat) -> Any:
+        one, other = socket.socketpair()
+        ours.append(Wire(other))
+        return ranks_module._Rank(Process(), Wire(one))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ranks_module, "_spawn", spawn)
+    before = len(os.listdir("/proc/self/fd"))
+    ranks = Ranks(3, 1)
+    if placed:
+        ranks.place([PageLayout(SPEC, 30, 1)], (5,), max_running=3)
+    ranks.kill()
+    del ranks  # what is mapped
+    for wire in ours:
+        wire.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_what_one_rank_writes_another_reads() -> None:
     """Through seats that have travelled as text: pages, sampled tokens, progress."""
     layout = PageLayout(SPEC, 4, 1)
     seats = rank_seats(2, 1)
     size_memory(seats[0], [layout], 3)
-    places = [RankSeat.from_json(seat.to_json()).take(1) for seat in seats]
+    places = [RankSeat.from_json(seat.to_json()).take() for seat in seats]
     pools = [
         DevicePool(layout, device=torch.device("cpu"), num_owners=2, memory=place.pools[0])
         for place in places

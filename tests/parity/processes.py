@@ -52,6 +52,6 @@ def load_process_ranks(
             children.append(subprocess.Popen(command, cwd=ROOT, pass_fds=fds))
         seat.close()
         wires.append(Wire(ours))
-    loaded = load_worker(path, options, place=seats[0].take(1))
+    loaded = load_worker(path, options, place=seats[0].take())
     assert not isinstance(loaded.worker, RankedWorker)
     return replace(loaded, worker=RankedWorker(loaded.worker, wires))

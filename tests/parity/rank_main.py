@@ -35,7 +35,7 @@ if __name__ == "__main__":
 
     hooks = Hooks(on_layer=jitter, nan_fill=True)
     options = WorkerOptions(hooks=hooks, inline=True, **json.loads(args.options))
-    loaded = load_worker(Path(args.path), options, place=seat.take(len(seat.pools)))
+    loaded = load_worker(Path(args.path), options, place=seat.take())
     assert isinstance(loaded.worker, InlineWorker)
     if options.kernels == "reference":  # as `exact.sum_row_by_row` asks for in the test's process
         sum_row_by_row(pytest.MonkeyPatch())
