@@ -13,6 +13,7 @@ from phloem.groups import GroupSeat, Seat, ShmGroup, ShmProgress, progress_seats
 from phloem.kv.layout import PageLayout
 from phloem.pools import DevicePool
 from phloem.worker import Peers, RankPlace, SampledTokens
+from phloem.worker.peers import PATIENCE_S
 
 __all__ = ["RankSeat", "rank_seats", "size_memory"]
 
@@ -63,6 +64,7 @@ def rank_seats(size: int, num_components: int) -> list[RankSeat]:
     """One per rank. The memory is empty until `size_memory`. The caller owns the descriptors."""
     pools = [os.memfd_create("phloem-pages", os.MFD_CLOEXEC) for _ in range(num_components)]
     sampled = os.memfd_create("phloem-sampled", os.MFD_CLOEXEC)
+    groups = shm_seats(size, timeout_s=PATIENCE_S)  # in what travels as well a rank has so long
     seats = [
         RankSeat(
             progress=seat,
@@ -70,7 +72,7 @@ def rank_seats(size: int, num_components: int) -> list[RankSeat]:
             pools=tuple(os.dup(fd) for fd in pools),
             sampled=os.dup(sampled),
         )
-        for seat, group in zip(progress_seats(size), shm_seats(size), strict=True)
+        for seat, group in zip(progress_seats(size), groups, strict=True)
     ]
     for fd in (*pools, sampled):
         os.close(fd)
