@@ -56,7 +56,8 @@ class EngineFacts:
     @property
     def token_capacity(self) -> int:
         """Tokens whose KV fits on the device."""
-        return self.card.num_pages * self.card.page_size
+        copies = self.num_ranks if self.placement == "replicate" else 1
+        return self.card.num_pages // copies * self.card.page_size
 
 
 def startup_rows(facts: EngineFacts) -> list[tuple[str, str]]:
