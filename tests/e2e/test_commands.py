@@ -28,13 +28,13 @@ pytestmark = pytest.mark.timeout(180)
 
 
 class Served:
-    """`phloem serve smollm2` in a process of its own."""
+    """`phloem serve` in a process of its own."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, model: str = "smollm2") -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._out = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
-        command = [*PHLOEM, "serve", "smollm2", "--port", str(self.port), *flags]
+        command = [*PHLOEM, "serve", model, "--port", str(self.port), *flags]
         self.process = subprocess.Popen(command, stdout=self._out, stderr=subprocess.STDOUT)
         self._wait()
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from phloem.bench.local_server import free_port
+from tests.e2e.test_commands import Served
 from tests.engine.fakes import byte_tokenizer
 from tests.engine.test_ranks import rank_pids
 from tests.models.checkpoints import make_checkpoint
@@ -28,25 +25,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Served:
-    """A server of two ranks in a process of its own."""
+class ServedRanks(Served):
+    """A server of two ranks."""
 
     def __init__(self, model: Path) -> None:
-        self.url = f"http://127.0.0.1:{(port := free_port())}"
-        self._out = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
-        command = [sys.executable, "-m", "phloem.cli", "serve", str(model), "--port", str(port)]
-        command += ["--cp", "2", "--num-pages", "64", "--dtype", "fp32", "--threads", "1"]
-        self.process = subprocess.Popen(command, stdout=self._out, stderr=subprocess.STDOUT)
-        while "Serving" not in self.output():
-            assert self.process.poll() is None, self.output()
-            time.sleep(0.1)  # nothing tells when a line has been printed
+        flags = ["--cp", "2", "--num-pages", "64", "--dtype", "fp32", "--threads", "1"]
+        super().__init__(*flags, model=str(model))
         engines = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         (self.engine,) = {int(pid) for file in engines for pid in file.read_text().split()}
         (self.rank,) = rank_pids(self.engine)
-
-    def output(self) -> str:
-        self._out.seek(0)
-        return self._out.read().decode()
 
     def ask(self, count: int) -> str:
         body = {"prompt": "hello world", "max_tokens": count, "temperature": 0}
@@ -59,15 +46,15 @@ class Served:
 
 
 @pytest.fixture
-def served(model: Path) -> Iterator[Served]:
-    server = Served(model)
+def served(model: Path) -> Iterator[ServedRanks]:
+    server = ServedRanks(model)
     yield server
     if server.process.poll() is None:
         server.process.kill()
         server.process.wait()
 
 
-def test_sigterm_ends_all_of_it_in_order(served: Served) -> None:
+def test_sigterm_ends_all_of_it_in_order(served: ServedRanks) -> None:
     assert served.ask(5) == served.ask(5)
     assert "2 processes of 64 pages each, striped" in served.output()
     served.process.send_signal(signal.SIGTERM)
@@ -76,7 +63,7 @@ def test_sigterm_ends_all_of_it_in_order(served: Served) -> None:
     assert "Traceback" not in served.output()
 
 
-def test_a_killed_rank_ends_all_of_it_within_five_seconds(served: Served) -> None:
+def test_a_killed_rank_ends_all_of_it_within_five_seconds(served: ServedRanks) -> None:
     served.ask(5)
     os.kill(served.rank, signal.SIGKILL)
     before_s = time.monotonic()
