@@ -90,6 +90,7 @@ class Follower:
                     case Cancel():
                         self._worker.cancel(message.serial)
                     case Load():
+                        self._swap = None  # of a load that another rank could not carry out
                         threading.Thread(
                             target=self._load, args=(message.path,), daemon=True
                         ).start()
