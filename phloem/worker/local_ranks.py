@@ -1,4 +1,5 @@
-"""Several ranks as threads of one process: for tests. All else is as between processes."""
+"""Several ranks as threads of one process: for tests and measurements. All else is as between
+processes."""
 
 from __future__ import annotations
 
