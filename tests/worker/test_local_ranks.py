@@ -111,14 +111,33 @@ def test_answers_and_logits_are_those_of_one_rank(path, alone, size, owner) -> N
     ranks, logits = driver(path, size, OWNERS[owner](size))
     session(ranks)
     ranks.worker.close()
+    check_same(ranks, logits, alone)
+    used = {rank for ranks_of in logits.ranks.values() for rank in ranks_of.values()}
+    assert used == ({size - 1} if owner == "one" else set(range(size)))
+
+
+def check_same(ranks: RankDriver, logits: Logits, alone: tuple[RankDriver, Logits]) -> None:
     assert ranks.sampled == alone[0].sampled
     assert logits.of.keys() == alone[1].of.keys()
     for serial in logits.of:
         ours, theirs = logits.stacked(serial), alone[1].stacked(serial)
         assert ours.shape == theirs.shape
         assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_copies_of_all_pages_on_every_rank_give_the_same(path, alone, size) -> None:
+    """Red if a page is computed by nobody, or read before its copy is there: freed ones are NaN."""
+    logits = Logits()
+    loaded = load_local_ranks(path, options(replicate=True), size, hooks=logits.hooks)
+    one_pool = {"size": 1, "num_pages": PAGES, "page_size": PAGE}
+    ranks = RankDriver(loaded.worker, lambda _row, _page: 0, **one_pool)
+    ranks.step()  # every rank fills its own copies with NaN before another one writes to them
+    session(ranks)
+    ranks.worker.close()
+    check_same(ranks, logits, alone)
     used = {rank for ranks_of in logits.ranks.values() for rank in ranks_of.values()}
-    assert used == ({size - 1} if owner == "one" else set(range(size)))
+    assert used == set(range(size))
 
 
 WAYS = {
@@ -139,10 +158,7 @@ def test_pages_and_queries_that_travel_give_the_same(path, alone, size, ways, ke
     ranks.ways = WAYS[ways]
     session(ranks)
     ranks.worker.close()
-    assert ranks.sampled == alone[0].sampled
-    for serial in alone[1].of:
-        ours, theirs = logits.stacked(serial), alone[1].stacked(serial)
-        assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+    check_same(ranks, logits, alone)
 
 
 def test_each_rank_computes_the_tokens_of_its_own_pages(path) -> None:
