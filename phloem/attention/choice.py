@@ -43,11 +43,16 @@ class AttentionChoice:
         pools: Sequence[RankPool],
         group: Group[Tensor] | None = None,
     ) -> None:
-        self._direct, self._rank, self._group = direct, pools[0].rank, group
+        self._pools, self._group = tuple(pools), group
         self._remote: dict[Remote, RemoteAttention] = {}
-        if group is not None:
+        self.replace(direct)
+
+    def replace(self, direct: LayeredAttention) -> None:
+        """Attention of other weights over the same pages, from the next plan on."""
+        self._direct = direct
+        if self._group is not None:
             self._remote = {
-                way: RemoteAttention(direct, pools, group, remote=way)
+                way: RemoteAttention(direct, self._pools, self._group, remote=way)
                 for way in (Remote.GATHER_KV, Remote.SEND_Q)
             }
 
@@ -61,6 +66,6 @@ class AttentionChoice:
     ) -> PlannedAttention:
         """`shares` and `ahead` as `RemoteAttention.plan` takes them."""
         if remote is Remote.DIRECT:
-            return PlannedAttention(self._direct, self._direct.plan(shares[self._rank]))
+            return PlannedAttention(self._direct, self._direct.plan(shares[self._pools[0].rank]))
         attention = self._remote[remote]
         return PlannedAttention(attention, attention.plan(shares, ahead=ahead))

@@ -18,7 +18,7 @@ from phloem.attention.remote_pages import RankPool
 from phloem.core.group import OpKind
 from phloem.core.remote import Remote
 from phloem.groups.local import local_groups
-from phloem.kernels import KVBuffer, TorchOps
+from phloem.kernels import KVBuffer, Scoring, TorchOps
 from phloem.kernels.codec import make_codec
 from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
 
@@ -313,6 +313,30 @@ def test_the_way_may_change_from_step_to_step():
             torch.testing.assert_close(got, torch.stack(want)[:, at], rtol=0, atol=1e-5)
         for group in world.groups:
             assert group.traffic()[OpKind.BARRIER].calls == (2 if step < 3 else 4)
+
+
+def test_other_weights_count_in_every_way():
+    """Attention itself may hold some: what makes K and V of latents. Here, another scale."""
+    world = World(2, layers=2)
+    shares = world.shares((100, 40))
+    other = GatherAttention(world.buffer, TorchOps(), scoring=Scoring(0.5))
+    world.direct, before = LayeredAttention([other], [range(2)]), world.direct
+    want = world.wanted(shares)
+
+    def run(rank: int) -> list[torch.Tensor]:
+        pool = RankPool(world.buffer, rank, P, rank * P)
+        choice = AttentionChoice(before, [pool], world.groups[rank])
+        choice.replace(world.direct)
+        outs = []
+        for way in Remote:
+            plan = choice.plan(way, shares)
+            q = queries(rank, shares)
+            outs.append(torch.stack([plan.attention.attend(i, q, plan.meta) for i in range(2)]))
+        return outs
+
+    for got, expected in zip(world.threads(run), want, strict=True):
+        for out in got:
+            torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
 
 
 def test_direct_is_no_exchange():
