@@ -154,10 +154,7 @@ class RankedWorker:
         return merged(plan, results)
 
     def cancel(self, serial: int) -> None:
-        frame = packed(Cancel(serial))
-        for wire in self._wires.values():
-            with contextlib.suppress(OSError):  # its end shows where it is waited for
-                wire.send(frame)
+        self._broadcast(packed(Cancel(serial)))
         self._own.cancel(serial)
 
     def begin_load(self, path: str) -> None:
@@ -185,9 +182,9 @@ class RankedWorker:
     def _broadcast(self, frame: bytes) -> None:
         for rank, wire in self._wires.items():
             try:
-                wire.send(frame)
-            except ConnectionError:
-                self._fail(rank, self._hooks.end_of(rank))
+                # What it has said before its end comes first: its reader sees both.
+                with contextlib.suppress(ConnectionError):
+                    wire.send(frame)
             except OSError as error:
                 self._fail(rank, f"it takes no more messages ({error.strerror or error})")
 

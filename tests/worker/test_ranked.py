@@ -200,6 +200,7 @@ def test_a_rank_that_complains_and_leaves_is_not_the_one_that_failed(rig) -> Non
     rig.worker.submit(plan(0, row(0)))
     rig.report(1, Failed("rank 2 is late: waited for step 0", hearsay=True))
     rig.die(1)
+    rig.worker.cancel(10)  # what is sent to it now finds nobody
     assert rig.failed.wait(PATIENCE_S)
     rig.worker._readers[0].join(PATIENCE_S)  # it has seen the end of the wire
     rig.own.outcomes.append(GroupError("rank 2 is late: waited for step 0", ranks=(2,)))
