@@ -92,6 +92,8 @@ class Runner:
     def replace(self, model: Forward, attention: LayeredAttention) -> None:
         """Other weights from now on; only while no plan is in flight."""
         self._model, self._attention = model, attention
+        if self._choice is not None:
+            self._choice.replace(attention)
 
     def cancel(self, serial: int) -> None:
         """See `Worker.cancel`. From any thread."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -16,12 +17,12 @@ import pytest
 from phloem.config import CacheOptions, Config, ModelOptions, ParallelOptions, RuntimeOptions
 from phloem.core.errors import ConfigError, EngineDead
 from phloem.core.request import SamplingParams
-from phloem.engine import LLM, AsyncEngine
+from phloem.engine import LLM, AsyncEngine, startup_rows
 from phloem.engine.api import TextChunk
 from phloem.engine.commands import UpdateWeights, VerifyCache
 from tests.engine.fakes import byte_tokenizer
 from tests.engine.test_processes import answer, ask, until
-from tests.models.checkpoints import make_checkpoint
+from tests.models.checkpoints import make_checkpoint, make_latent
 from tests.parity.test_journeys import words
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -72,8 +73,10 @@ def pair(model: Path) -> Iterator[LLM]:
 def test_ranks_with_copies_of_all_pages_answer_alike(
     model: Path, expected: list[tuple[int, ...]]
 ) -> None:
-    """Red if a page is computed by nobody, or read before its copy is there: freed ones are NaN."""
+    """Red if a page is computed by nobody, or if what is shown counts the copies."""
     with open_llm(model, 2, placement="replicate", host_memory="0") as llm:
+        rows = dict(startup_rows(llm._core.facts))
+        assert (rows["pages"], rows["token capacity"]) == ("120", "240")
         assert ids(llm, PROMPTS) == expected
         assert ids(llm, PROMPTS) == expected  # from the device
     with pytest.raises(ConfigError, match="no host tier"):
@@ -176,6 +179,21 @@ def test_weights_are_updated_on_all_ranks(
         assert ids(llm, PROMPTS) == expected
 
 
+def test_weights_of_latents_are_updated_where_queries_travel(tmp_path: Path) -> None:
+    """Attention over latents holds weights itself: red if the way of a step keeps the old ones."""
+    folders, answers, prompts = [tmp_path / "one", tmp_path / "two"], [], PROMPTS[:3]
+    for seed, folder in enumerate(folders):
+        make_latent("v3-yarn", folder, seed=seed)
+        byte_tokenizer().save(str(folder / "tokenizer.json"))
+        with open_llm(folder, 1, prefix_cache=False) as llm:
+            answers.append([ids(llm, [prompt])[0] for prompt in prompts])
+    assert answers[0] != answers[1]
+    with open_llm(folders[0], 2, remote_kv="send_q") as llm:
+        assert ids(llm, prompts) == answers[0]
+        llm.operate(UpdateWeights(str(folders[1])))
+        assert ids(llm, prompts) == answers[1]
+
+
 def test_a_rank_that_cannot_load_says_why(model: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     make_checkpoint("llama", broken)
@@ -221,7 +239,7 @@ def config(model: Path) -> Config:
 
 async def test_an_engine_whose_rank_is_killed_while_idle_ends_soon(model: Path) -> None:
     engine = AsyncEngine.launch(config(model))
-    assert (await answer(engine, ask("a", max_tokens=5))).completion_tokens == 5
+    assert (await answer(engine, ask("a", max_tokens=5, ignore_eos=True))).completion_tokens == 5
     (rank,) = rank_pids(engine.pid)
     before_s = time.monotonic()
     os.kill(rank, signal.SIGKILL)
@@ -276,8 +294,6 @@ def test_ranks_end_when_their_leader_is_killed(model: Path) -> None:
 
 
 def wait_for_end(pidfd: int, timeout_s: float) -> bool:
-    import select
-
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(timeout_s * 1e3))
