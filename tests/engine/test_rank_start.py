@@ -11,6 +11,7 @@ import torch
 
 from phloem.config import Config
 from phloem.core.errors import ConfigError, EngineDead
+from phloem.core.refs import make_ref
 from phloem.engine import ranks as ranks_module
 from phloem.engine.rank_messages import (
     RankFailed,
@@ -148,7 +149,7 @@ def test_what_one_rank_writes_another_reads() -> None:
     ]
     page = bytes(range(SPEC.page_bytes % 256)) * (SPEC.page_bytes // (SPEC.page_bytes % 256))
     pools[0].write_page(4 + 2, page)
-    assert pools[1].read((1 << 40) + 2) == page
+    assert pools[1].read(make_ref(1, 2)) == page
     places[1].peers.post(0, 0)
     places[0].peers.written(0, 0)
     for place in places:

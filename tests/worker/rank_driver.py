@@ -13,7 +13,7 @@ import torch
 
 from phloem.core.plan import PageTableUpdate, RowInit, RowPlan, StepPlan, StepResult
 from phloem.core.protocols import Worker
-from phloem.core.refs import NO_REFS, make_ref
+from phloem.core.refs import NO_REFS, make_ref, owner_of, slot_of
 from phloem.core.remote import Remote
 from phloem.core.request import SamplingParams
 from phloem.core.tokens import tokens_to_bytes
@@ -114,7 +114,7 @@ class RankDriver:
     def release(self, row: int) -> None:
         """With the next step: its pages are free, and NaN until somebody writes them."""
         for ref in self._tables.pop(row):
-            self._free[ref >> 40].insert(0, ref & ((1 << 40) - 1))
+            self._free[owner_of(ref)].insert(0, slot_of(ref))
             self._freed.append(ref)
         self._released.append(row)
 
