@@ -50,12 +50,11 @@ class StripedBands:
         self._window, self._width = window, width
         self._dtype, self._device = dtype, device
 
-    def bands(self, span: RowSpan, at: _Ints) -> tuple[Band, ...]:
-        """The bands of a span whose positions are `at` (count,).
-
-        The keys of its block begin at its first position without a window, else at the first
-        position that it sees.
+    def bands(self, span: RowSpan) -> tuple[Band, ...]:
+        """The bands of a span. The keys of its block begin at its first position without a window,
+        else at the first position that it sees.
         """
+        at = span.positions()
         if self._window is None:
             return tuple(self._full(at, low) for low in range(0, len(at), FULL_BAND))
         bands, low = [], 0

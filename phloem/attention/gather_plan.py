@@ -143,7 +143,7 @@ class Planner:
         borders = range(span.earliest(None), span.start, step)
         earlier = tuple(self._block(span, low, min(low + step, span.start)) for low in borders)
         own = self._block(span, span.start, span.end)
-        bands = () if span.at is None else self._striped.bands(span, span.at)
+        bands = () if span.at is None else self._striped.bands(span)
         return Chunk(span.first, span.count, own, earlier, bands)
 
     def _block(self, span: RowSpan, low: int, high: int) -> Block:
@@ -153,11 +153,12 @@ class Planner:
         return Block(self._to_device(index), low - first * size, high - first * size)
 
     def _banded(self, span: RowSpan) -> BandedChunk:
-        assert self._window is not None, "bands are cut by the window"
         lowest = span.earliest(self._window)
-        if span.at is not None:
-            block = self._block(span, lowest, span.end)
-            return BandedChunk(span.first, span.count, block, self._striped.bands(span, span.at))
+        bands = self._plain_bands(span, lowest) if span.at is None else self._striped.bands(span)
+        return BandedChunk(span.first, span.count, self._block(span, lowest, span.end), bands)
+
+    def _plain_bands(self, span: RowSpan, lowest: int) -> tuple[Band, ...]:
+        """Of a span without gaps, whose block begins at position `lowest`."""
         bands = []
         for low in range(span.start, span.end, self._band):
             high = min(low + self._band, span.end)
@@ -165,8 +166,7 @@ class Planner:
             mask = self._band_mask(low - key_low, high - low)
             keys = key_low - lowest, high - lowest
             bands.append(Band(low - span.start, high - span.start, *keys, mask))
-        block = self._block(span, lowest, span.end)
-        return BandedChunk(span.first, span.count, block, tuple(bands))
+        return tuple(bands)
 
     def _band_mask(self, before: int, count: int) -> Tensor | None:
         """The mask of `count` queries over `before` keys before them and themselves.
