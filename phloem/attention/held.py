@@ -13,7 +13,7 @@ positions in between, so this is for layers without one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -69,8 +69,7 @@ def join_held(parts: Iterable[RaggedBatch], page_size: int) -> RaggedBatch:
     first = 0
     for part in parts:
         for span in part.spans:
-            at, slots = span.at, span.slots
-            spans.append(RowSpan(first, span.start, span.count, slots, at=at))
+            spans.append(replace(span, first=first))
             first += span.count
     return RaggedBatch(tuple(spans), page_size)
 

@@ -11,7 +11,7 @@ ways: a window is a few pages, staged side by side with the own ones, and attend
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from phloem.attention.backend import AttentionBackend
-from phloem.attention.batch import RaggedBatch, RowSpan
+from phloem.attention.batch import RaggedBatch
 from phloem.attention.held import held_part
 from phloem.attention.layered import LayeredAttention
 from phloem.attention.remote_pages import HALVES, PageExchange, PagePlan, RankPool
@@ -128,8 +128,7 @@ class RemoteAttention:
         """This rank's queries q (N, H, D), and what the others want of it; N may be 0."""
         component, index = self._layered.place(layer)
         travel, plan, half = self._travels[component], meta.plans[component], layer % HALVES
-        known = layer in meta.fetched
-        cached = meta.fetched.pop(layer) if known else self._fetch(layer, meta)
+        cached = meta.fetched.pop(layer) if meta.ahead else self._fetch(layer, meta)
         fresh = travel.begin(index, half, q, plan)
         if meta.ahead and layer + 1 < self._num_layers:
             meta.fetched[layer + 1] = self._fetch(layer + 1, meta)
@@ -233,7 +232,7 @@ class _WindowPages:
         window, mine = self._backend.window, shares[self._pool.rank]
         wanted = [_pages_read(batch, window) for batch in shares]
         pages = self._exchange.plan(wanted, _pages_written(shares))
-        spans = tuple(_with_slots(span, pages.staged(span.slots)) for span in mine.spans)
+        spans = tuple(replace(span, slots=pages.staged(span.slots)) for span in mine.spans)
         staged = self._backend.over(self._exchange.staging(0), 0)
         return _WindowPlan(pages, staged.plan(RaggedBatch(spans, mine.page_size)))
 
@@ -272,18 +271,5 @@ def _own_tables(batch: RaggedBatch, pool: RankPool) -> RaggedBatch:
     spans = []
     for span in batch.spans:
         slots = np.where(pool.is_own(span.slots), pool.slots(span.slots), 0)
-        spans.append(_with_slots(span, slots))
+        spans.append(replace(span, slots=slots))
     return RaggedBatch(tuple(spans), batch.page_size)
-
-
-def _with_slots(span: RowSpan, slots: _Ints) -> RowSpan:
-    return RowSpan(
-        span.first,
-        span.start,
-        span.count,
-        slots,
-        base=span.base,
-        read_from=span.read_from,
-        write_from=span.write_from,
-        at=span.at,
-    )
