@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from phloem.attention.backend import AttentionBackend
 from phloem.attention.batch import RaggedBatch, RowSpan
+from phloem.attention.reference import write_batch
 from phloem.config.mla import MLAConfig
 from phloem.kernels import KVBuffer, Scoring
 from phloem.kernels.reference import ReferenceOps
@@ -35,11 +35,7 @@ class MLAReferenceAttention(AttentionBackend[RaggedBatch]):
 
     def write(self, layer: int, k: Tensor, v: Tensor, meta: RaggedBatch) -> None:
         """As `MLAAttention.write`."""
-        written = meta.written()
-        which = np.arange(meta.num_tokens) if written is None else written
-        offsets = meta.positions() % meta.page_size
-        index = self._buffer.token_index(meta.token_slots()[which], offsets[which])
-        self._ops.write_kv(self._buffer, layer, k[which], v[which], torch.from_numpy(index))
+        write_batch(self._buffer, layer, k, v, meta)
 
     def plan_write(self, batch: RaggedBatch) -> RaggedBatch:
         return batch

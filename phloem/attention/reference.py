@@ -13,7 +13,7 @@ from phloem.attention.batch import RaggedBatch
 from phloem.kernels import KVBuffer, Scoring
 from phloem.kernels.reference import ReferenceOps, paged_attention
 
-__all__ = ["ReferenceAttention"]
+__all__ = ["ReferenceAttention", "write_batch"]
 
 
 class ReferenceAttention(AttentionBackend[RaggedBatch]):
@@ -24,7 +24,6 @@ class ReferenceAttention(AttentionBackend[RaggedBatch]):
     ) -> None:
         self._buffer, self._window = buffer, window
         self._scoring = scoring or Scoring(buffer.head_dim**-0.5)
-        self._ops = ReferenceOps()
 
     @property
     def window(self) -> int | None:
@@ -68,8 +67,13 @@ class ReferenceAttention(AttentionBackend[RaggedBatch]):
         return out, lse
 
     def write(self, layer: int, k: Tensor, v: Tensor, meta: RaggedBatch) -> None:
-        written = meta.written()
-        which = np.arange(meta.num_tokens) if written is None else written
-        offsets = meta.positions() % meta.page_size
-        index = self._buffer.token_index(meta.token_slots()[which], offsets[which])
-        self._ops.write_kv(self._buffer, layer, k[which], v[which], torch.from_numpy(index))
+        write_batch(self._buffer, layer, k, v, meta)
+
+
+def write_batch(buffer: KVBuffer, layer: int, k: Tensor, v: Tensor, batch: RaggedBatch) -> None:
+    """Write k and v of a batch's tokens, those that it writes, to their pages."""
+    written = batch.written()
+    which = np.arange(batch.num_tokens) if written is None else written
+    offsets = batch.positions() % batch.page_size
+    index = buffer.token_index(batch.token_slots()[which], offsets[which])
+    ReferenceOps().write_kv(buffer, layer, k[which], v[which], torch.from_numpy(index))
