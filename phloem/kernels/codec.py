@@ -91,13 +91,13 @@ class PackedCodec:
         return sum(self.parts)
 
     def encode(self, rows: Tensor) -> Tensor:
-        encode, _, _ = _KINDS[self.kind]
+        encode, _ = _KINDS[self.kind]
         pieces = torch.split(rows.float(), list(self.parts), dim=-1)
         return torch.cat([encode(piece) for piece in pieces], dim=-1)
 
     def decode(self, stored: Tensor) -> Tensor:
-        _, decode, row_bytes = _KINDS[self.kind]
-        pieces = torch.split(stored, [row_bytes(width) for width in self.parts], dim=-1)
+        _, decode = _KINDS[self.kind]
+        pieces = torch.split(stored, [self.kind.part_bytes(w) for w in self.parts], dim=-1)
         decoded = [decode(p, w, self.dtype) for p, w in zip(pieces, self.parts, strict=True)]
         return decoded[0] if len(decoded) == 1 else torch.cat(decoded, dim=-1)
 
@@ -199,8 +199,8 @@ def _decode_fp4(piece: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     return numbers.mul_(_fp4_scales(scales, dtype)[..., None]).flatten(-2)
 
 
-_KINDS: dict[KVDtype, tuple[_Encode, _Decode, Callable[[int], int]]] = {
-    KVDtype.INT8: (_encode_int8, _decode_scaled(torch.int8), KVDtype.INT8.part_bytes),
-    KVDtype.FP8: (_encode_fp8, _decode_scaled(torch.float8_e4m3fn), KVDtype.FP8.part_bytes),
-    KVDtype.FP4: (_encode_fp4, _decode_fp4, KVDtype.FP4.part_bytes),
+_KINDS: dict[KVDtype, tuple[_Encode, _Decode]] = {
+    KVDtype.INT8: (_encode_int8, _decode_scaled(torch.int8)),
+    KVDtype.FP8: (_encode_fp8, _decode_scaled(torch.float8_e4m3fn)),
+    KVDtype.FP4: (_encode_fp4, _decode_fp4),
 }
