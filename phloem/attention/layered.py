@@ -20,6 +20,8 @@ class LayeredAttention:
     `exchanges`: whether `attend` needs other ranks.
     """
 
+    exchanges = False
+
     def __init__(
         self, backends: Sequence[AttentionBackend[Any]], layers: Sequence[Sequence[int]]
     ) -> None:
@@ -29,8 +31,6 @@ class LayeredAttention:
             for component, numbers in enumerate(self._layers)
             for index, layer in enumerate(numbers)
         }
-
-    exchanges = False
 
     @property
     def backends(self) -> tuple[AttentionBackend[Any], ...]:
