@@ -117,7 +117,7 @@ class TorchOps:
             if v_dim != dim:  # the kernel wants one size; zeros change nothing
                 q, k, v = (F.pad(x, (0, max(dim, v_dim) - x.shape[-1])) for x in (q, k, v))
             out, lse = _flash_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scoring.scale)
-            return out[..., :v_dim], lse
+            return out if out.shape[-1] == v_dim else out[..., :v_dim], lse
         return _attend_in_blocks(q, k, v, scoring, causal=causal, mask=mask)
 
 
