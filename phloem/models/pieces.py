@@ -131,9 +131,11 @@ class DecoderPieces:
     def _heads(self, i: int) -> dict[str, Any]:
         """q, k and v of each head, and their norms."""
         c, n = self._config, self._names
-        q_norm, k_norm = (self._norm(name.format(i=i), c.head_dim) for name in (n.q_norm, n.k_norm))
-        normed = {"q_norm": q_norm, "k_norm": k_norm} if c.qk_norm else {}
-        return {"qkv": self._qkv(i), "q_norm": None, "k_norm": None, **normed}
+
+        def norm(name: str) -> Piece | None:
+            return self._norm(name.format(i=i), c.head_dim) if c.qk_norm else None
+
+        return {"qkv": self._qkv(i), "q_norm": norm(n.q_norm), "k_norm": norm(n.k_norm)}
 
     def _latent(self, i: int, mla: MLAConfig) -> dict[str, Any]:
         """What latent attention computes from the hidden state, and what makes heads of it."""
