@@ -96,18 +96,17 @@ class RankedWorker:
         Waits a moment for the rank that is to blame, if only others have complained of it.
         """
         with self._changed:
-            if not self._failures and not self._hearsay:
-                return None
-            return self._verdict()
+            return self._verdict() if self._is_broken() else None
 
-    def _verdict(self, *otherwise: str) -> str:
+    def _verdict(self) -> str:
         """Under _changed."""
         own = self._own.broken
         if own is not None and not isinstance(own, GroupError):  # it is this rank that others miss
             logger.error("rank 0 failed", exc_info=own)
             return f"rank 0 failed: {type(own).__name__}: {own}"
         self._changed.wait_for(lambda: bool(self._failures), _BLAME_S)
-        return next(iter((*self._failures.values(), *otherwise, *self._hearsay.values())))
+        missed = [] if own is None else [str(own)]
+        return next(iter((*self._failures.values(), *missed, *self._hearsay.values())))
 
     @property
     def messages(self) -> Mapping[int, int]:
@@ -129,7 +128,7 @@ class RankedWorker:
     def wait(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
-            if self._failures or self._hearsay:
+            if self._is_broken():
                 return True  # although the leader's own worker may wait for the rank still
         if not self._own.wait(timeout_s):
             return False
@@ -142,8 +141,9 @@ class RankedWorker:
         plan = self._plans.popleft()
         try:
             own = self._own.collect()
-        except GroupError as error:
-            raise EngineDead(self._blame(error)) from None
+        except GroupError:
+            self._check()
+            raise
         with self._changed:
             if not self._changed.wait_for(self._settled, PATIENCE_S):
                 late = next(rank for rank, results in self._done.items() if not results)
@@ -167,9 +167,7 @@ class RankedWorker:
         """Wait until they have; why those that cannot use it cannot. Raises EngineDead."""
         with self._changed:
             self._changed.wait_for(
-                lambda: (
-                    bool(self._failures or self._hearsay) or len(self._loaded) == len(self._wires)
-                )
+                lambda: self._is_broken() or len(self._loaded) == len(self._wires)
             )
             errors = [f"rank {r}: {error}" for r, error in self._loaded.items() if error]
         self._check()
@@ -245,19 +243,18 @@ class RankedWorker:
             self._changed.notify_all()
         self._hooks.on_failure()
 
+    def _is_broken(self) -> bool:
+        """Under _changed: whether a rank runs no more steps, this one or another."""
+        return bool(self._failures or self._hearsay) or self._own.broken is not None
+
     def _settled(self) -> bool:
         """Under _changed: whether `collect` need not wait for another rank."""
-        return bool(self._failures or self._hearsay) or all(self._done.values())
+        return self._is_broken() or all(self._done.values())
 
     def _check(self) -> None:
         failure = self.failure()
         if failure is not None:
             raise EngineDead(failure)
-
-    def _blame(self, error: GroupError) -> str:
-        """What the rank that the leader missed says itself, or what was seen of it."""
-        with self._changed:
-            return self._verdict(str(error))
 
 
 def merged(plan: StepPlan, results: Sequence[StepResult]) -> StepResult:

@@ -52,6 +52,7 @@ class Own:
     def collect(self) -> StepResult:
         outcome = self.outcomes.popleft()
         if isinstance(outcome, Exception):
+            self.broken = outcome
             raise outcome
         return outcome
 
@@ -193,6 +194,20 @@ def test_a_rank_that_fails_is_named_with_its_own_words(rig) -> None:
     assert rig.failed.is_set()
     with pytest.raises(EngineDead, match="rank 2 failed"):
         rig.worker.submit(plan(1))
+
+
+def test_a_step_whose_rank_hangs_ends_when_a_later_one_misses_it(rig) -> None:
+    """Rank 1 alone computes step 0, and nobody waits for its layers: its end is waited for by what
+    comes behind. Red if that is looked at only after step 0 has come."""
+    rig.worker.submit(plan(0, row(0)))
+    rig.worker.submit(plan(1, row(0)))
+    rig.own.outcomes.append(result(0))
+    rig.report(2, Done(result(0)))
+    assert not rig.worker.wait(0.01)
+    rig.own.broken = GroupError("rank 1 is late: waited for the end of step 0", ranks=(1,))
+    assert rig.worker.wait(0.01)
+    with pytest.raises(EngineDead, match=r"^rank 1 is late"):
+        rig.worker.collect()
 
 
 def test_a_rank_that_complains_and_leaves_is_not_the_one_that_failed(rig) -> None:
