@@ -1,7 +1,8 @@
 """Queries that travel: each rank attends over its own pages for all who have something there.
 
-A query goes to every rank that owns a page before it; what comes back is a partial result and its
-log-sum-exp, side by side in fp32. Who owns nothing that a query sees is not asked.
+A query goes to every rank that owns a page before it, in the model's dtype; what comes back is a
+partial result and its log-sum-exp, side by side in fp32. Who owns nothing that a query sees is not
+asked.
 """
 
 from __future__ import annotations
@@ -50,11 +51,14 @@ class QueryPlan:
 
 
 class _Asked:
-    """Queries on their way. `received` (n, H, D) are the others', once it is finished."""
+    """Queries on their way, as `dtype`. `received` (n, H, D): the others', once it is finished."""
 
-    def __init__(self, group: Group[Tensor], q: Tensor, plan: QueryPlan) -> None:
-        parts = [q.index_select(0, index) for index in plan.asks]
-        self.received = q.new_empty((plan.bounds[-1], *q.shape[1:]))
+    def __init__(
+        self, group: Group[Tensor], q: Tensor, plan: QueryPlan, dtype: torch.dtype
+    ) -> None:
+        # Native layers have them in fp32: twice the bytes, and more than a bf16 model promises.
+        parts = [q.index_select(0, index).to(dtype) for index in plan.asks]
+        self.received = parts[0].new_empty((plan.bounds[-1], *q.shape[1:]))
         self._flight = group.begin_all_to_all(_cut(self.received, plan.bounds), parts)
 
     def finish(self, timeout_s: float | None = None) -> None:
@@ -95,7 +99,7 @@ class QueryExchange:
         """Nothing travels before the queries are known."""
 
     def begin(self, layer: int, half: int, q: Tensor, plan: QueryPlan) -> Pending:  # noqa: ARG002
-        return _Asked(self._group, q, plan)
+        return _Asked(self._group, q, plan, self._pool.buffer.dtype)
 
     def finish(
         self,
@@ -109,7 +113,8 @@ class QueryExchange:
         (asked,) = flights
         assert isinstance(asked, _Asked), "what `begin` returned"
         asked.finish()
-        part, part_lse = self._backend.partial(layer, asked.received, plan.served)
+        received = asked.received.to(q.dtype)
+        part, part_lse = self._backend.partial(layer, received, plan.served)
         answer = torch.cat((part.float(), part_lse[..., None]), dim=-1)  # (n, H, D + 1)
         shape = answer.shape[1:]
         answers = [answer.new_empty((len(index), *shape)) for index in plan.asks]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from phloem.groups.base import BaseGroup, Exchange
 
@@ -14,10 +15,14 @@ __all__ = ["Link", "LinkedGroup"]
 
 @dataclass(slots=True)
 class Link:
-    """One line into each rank, first come, first served. May be changed between two operations."""
+    """One line into each rank, first come, first served. May be changed between two operations.
+
+    `carried`: bytes that have come to each rank.
+    """
 
     latency_s: float = 0.0
     bytes_s: float = math.inf
+    carried: Counter[int] = field(default_factory=Counter)
 
     def seconds(self, num_bytes: int) -> float:
         return self.latency_s + num_bytes / self.bytes_s if num_bytes else 0.0
@@ -48,6 +53,7 @@ class LinkedGroup(BaseGroup):
     def _launch(self, exchange: Exchange) -> None:
         others = (recv for rank, recv in enumerate(exchange.recvs) if rank != self.rank)
         num_bytes = sum(recv.nbytes for recv in others if recv is not None)
+        self._link.carried[self.rank] += num_bytes
         self._free_s = max(self._now(), self._free_s) + self._link.seconds(num_bytes)
         self._due_s[exchange.serial] = self._free_s
         self._inner._launch(exchange)  # noqa: SLF001 - a twin: the same class on the inside

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from phloem.bench import cp
+from phloem.bench import cp, cp_gather
 from phloem.bench.cp_control import measure_control
 from phloem.bench.cp_engines import EngineShape, open_engines, random_prompt, write_random_model
-from phloem.bench.cp_gather import _gathered_bytes, _saving
+from phloem.core.remote import Remote
 
 
 def test_the_log_is_measured_at_both_ends() -> None:
@@ -39,11 +39,22 @@ def test_engines_of_all_placements_answer_prompts_they_have_not_seen(tmp_path: P
             assert engine.cached_tokens == 32
 
 
-def test_bytes_that_travel() -> None:
-    """SmolLM2's heads: 28 times fewer for 64 queries than for 8K tokens (DESIGN 7)."""
-    assert 28 < _saving(64, 8192) < 28.5
-    two_chunks = (2048 + 4096) // 2 * 2 * 3 * 64 * 2
-    assert _gathered_bytes(4096) == 2 * two_chunks  # of two layers
+def test_bytes_that_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the link carries is what ranks need, and what a few queries save is counted.
+
+    Rank 1 has the last page of each chunk of 8, so nothing on rank 0 sees it."""
+    monkeypatch.setattr(cp_gather, "CHUNK", 128)
+    monkeypatch.setattr(cp_gather, "CACHED", 256)
+    model = write_random_model(tmp_path, num_layers=cp_gather.NUM_LAYERS)
+    with cp_gather._open(model, 512) as ranks:
+        ranks.prefill(Remote.DIRECT)
+        assert ranks.link.carried.total() == 0
+        ranks.prefill(Remote.GATHER_KV)
+        token, partial = 2 * 3 * 64 * 2, 9 * (64 * 2 + (64 + 1) * 4)
+        halves = (128 + 256 + 384 + 512) // 2
+        assert ranks.link.carried == {0: 2 * (halves - 4 * 16) * token, 1: 2 * halves * token}
+        assert ranks.bytes_of(Remote.GATHER_KV) == 2 * (256 + 64 - 16) * token
+        assert ranks.bytes_of(Remote.SEND_Q) == 2 * 64 * partial
 
 
 def test_an_unknown_part_is_named() -> None:
