@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from phloem.bench.client import Answer, Client
-from phloem.bench.compare import CompareOptions, run_compare, write_report
+from phloem.bench.compare import CompareOptions, run_compare, saved_runs, write_report
 from phloem.bench.local_server import local_server
 from phloem.bench.prefix import PrefixOptions, num_steps, run_prefix
 from phloem.bench.profile import ProfileOptions, run_profile
@@ -156,12 +156,14 @@ def _compare(argv: Sequence[str]) -> int:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    beside = saved_runs(options.save) if options.add and options.save is not None else []
     # Servers run in sessions of their own: ended by SIGTERM, we still have to stop them.
     signal.signal(signal.SIGTERM, _interrupted)
     results, facts = asyncio.run(run_compare(options, say))
     print_report("compare", results, facts=facts)
     if options.save is not None:
-        write_report(options.save, results, facts, command=shlex.join(_without_note(argv)))
+        command = shlex.join(_without_note(argv))
+        write_report(options.save, results, facts, command=command, beside=beside)
     return 0 if facts["peers"] else 1
 
 

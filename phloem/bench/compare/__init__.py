@@ -6,7 +6,7 @@ numbers of tokens. Figures are ratios of medians over rounds A B A B.
 
 from __future__ import annotations
 
-from phloem.bench.compare.markdown import render, write_report
+from phloem.bench.compare.markdown import render, saved_runs, write_report
 from phloem.bench.compare.run import CompareOptions, run_compare
 
-__all__ = ["CompareOptions", "render", "run_compare", "write_report"]
+__all__ = ["CompareOptions", "render", "run_compare", "saved_runs", "write_report"]

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from phloem.bench.report import Result, document_of, format_value
+from phloem.core.errors import ConfigError
 
-__all__ = ["render", "write_report"]
+__all__ = ["render", "saved_runs", "write_report"]
 
 # Name, what must hold (issue's bounds), and which way is better.
 _TARGETS = {
@@ -54,64 +55,103 @@ trace for chrome://tracing or Perfetto.
 
 
 def write_report(
-    stem: str, results: Sequence[Result], facts: Mapping[str, Any], *, command: str
+    stem: str,
+    results: Sequence[Result],
+    facts: Mapping[str, Any],
+    *,
+    command: str,
+    beside: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write STEM.json and STEM.md."""
-    document = document_of("compare", results, {**facts, "command": command})
+    """Write STEM.json and STEM.md, `beside` the runs of other commands."""
+    run = document_of("compare", results, {**facts, "command": command})
+    kept = [other for other in beside if other["command"] != command]
+    document = {"bench": "compare", "runs": [*kept, run]}
     Path(stem + ".json").write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
     Path(stem + ".md").write_text(render(document))
 
 
+def saved_runs(stem: str) -> list[dict[str, Any]]:
+    """What `write_report` has written there, if anything. Raises ConfigError for other files."""
+    path = Path(stem + ".json")
+    if not path.exists():
+        return []
+    try:
+        runs: list[dict[str, Any]] = json.loads(path.read_text())["runs"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"--add: {path} is no document of this command; leave --add out"
+        ) from None
+    return runs
+
+
 def render(document: Mapping[str, Any]) -> str:
-    """The whole page. The document's `note` stands above the table."""
-    machine = document["machine"]
-    versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items() if v)
+    """The whole page of a document {"runs": [...]}, the oldest first."""
+    runs = document["runs"]
     lines = [
         "# Benchmarks",
         "",
-        "Written by this command; its document: [benchmarks.json](benchmarks.json).",
+        "Written by the commands below; the document: [benchmarks.json](benchmarks.json).",
         "",
-        "```",
-        document["command"],
-        "```",
-        "",
-        *([f"**{document['note']}**", ""] if document.get("note") else []),
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB; "
-        f"load average at the end {machine['load_average']}; {versions}. "
-        f"Model {document['model']}, threads: {document['threads']}, rounds: {document['rounds']}.",
-        "",
-        *_ratio_table(document),
-        *_missing(document),
-        "## All figures",
-        "",
-        *_all(document),
-        "",
+        *_ratio_table(runs),
+        *_missing(runs),
+        *(line for number, run in enumerate(runs, 1) for line in _run(number, run)),
         "## How",
         "",
         _HOW,
-        "## Command lines",
-        "",
-        *_commands(document),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _ratio_table(document: Mapping[str, Any]) -> list[str]:
-    found = {result["name"]: result for result in document["results"]}
-    rows = ["| figure | value | rounds p10 ... p90 | wanted |", "|---|---|---|---|"]
+def _run(number: int, run: Mapping[str, Any]) -> list[str]:
+    """One run's own section. Its `note` stands above its figures."""
+    machine = run["machine"]
+    versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items() if v)
+    return [
+        f"## Run {number}",
+        "",
+        "```",
+        run["command"],
+        "```",
+        "",
+        *([f"**{run['note']}**", ""] if run.get("note") else []),
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB; "
+        f"load average at the end {machine['load_average']}; {versions}. "
+        f"Model {run['model']}, threads: {run['threads']}, rounds: {run['rounds']}.",
+        "",
+        *_all(run),
+        "",
+        *_commands(run),
+    ]
+
+
+def _ratio_table(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each figure as the last run that has measured it found it."""
+    found = {
+        result["name"]: (number, result)
+        for number, run in enumerate(runs, 1)
+        for result in run["results"]
+        if result["value"] is not None
+    }
+    rows = ["| figure | value | rounds p10 ... p90 | wanted | run |", "|---|---|---|---|---|"]
     for name, wanted in _TARGETS.items():
-        result = found.get(name)
+        number, result = found.get(name, ("", None))
         value = "not measured" if result is None else format_value(result["value"])
-        rows.append(f"| `{name}` | {value} | {_spread(result)} | {wanted} |")
+        rows.append(f"| `{name}` | {value} | {_spread(result)} | {wanted} | {number} |")
     return [*rows, ""]
 
 
-def _missing(document: Mapping[str, Any]) -> list[str]:
-    reasons = [f"{peer}: {why}" for peer, why in document["peers_not_run"].items()]
-    reasons += [f"{what}: {why}" for what, why in document["left_out"].items()]
+def _missing(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What no run has measured, and what failed in one."""
+    reasons = [
+        f"{what}: {why}"
+        for part in ("peers_not_run", "left_out")
+        for what, why in runs[-1][part].items()
+        if all(what in run[part] for run in runs)
+    ]
     reasons += [
         f"{peer['peer']}, {what}: {why}"
-        for peer in document["peers"]
+        for run in runs
+        for peer in run["peers"]
         for what, why in peer["failed"].items()
     ]
     if not reasons:

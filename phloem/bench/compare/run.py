@@ -56,12 +56,17 @@ class CompareOptions:
     cache_dir: str = setting("~/.cache/phloem/peers", "where the peers' environments are kept")
     seed: int = setting(0, "seed of the prompts")
     save: str | None = setting(None, "write the report to SAVE.json and SAVE.md")
+    add: bool = setting(
+        False, "with --save: keep what other commands have saved there, each with its command"
+    )
     note: str | None = setting(None, "a line to stand above the saved tables")
 
     def __post_init__(self) -> None:
         validate(self)
         if self.save is not None and not Path(self.save).parent.is_dir():
             raise ConfigError(f"--save {self.save}: there is no folder {Path(self.save).parent}")
+        if self.add and self.save is None:
+            raise ConfigError("--add says what --save keeps: give --save too")
         for name in self.wanted:
             if name not in TASK_NAMES:
                 near = did_you_mean(name, TASK_NAMES)
