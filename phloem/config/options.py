@@ -8,6 +8,7 @@ from typing import Literal
 from phloem.config.setting import setting, validate
 from phloem.config.units import parse_bytes
 from phloem.core.errors import ConfigError
+from phloem.core.mesh import Mesh
 
 __all__ = [
     "CacheOptions",
@@ -174,6 +175,12 @@ class ParallelOptions:
         low=1,
         high=64,
     )
+    tp: int = setting(
+        1,
+        "tensor-parallel ranks: heads and weights of every layer are divided among them",
+        low=1,
+        high=64,
+    )
     placement: Literal["striped", "contiguous", "replicate"] = setting(
         "striped",
         "which rank owns a page: each in turn, long runs on one rank, or all of them on every rank",
@@ -186,6 +193,16 @@ class ParallelOptions:
 
     def __post_init__(self) -> None:
         validate(self)
+        if self.tp > 1 and self.placement == "replicate":
+            raise ConfigError(
+                f"--placement replicate copies whole pages, and with --tp {self.tp} no rank "
+                "computes one: use striped or contiguous"
+            )
+
+    @property
+    def mesh(self) -> Mesh:
+        """How ranks stand to each other."""
+        return Mesh(tp=self.tp, cp=self.cp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,10 +298,11 @@ class Config:
             raise ConfigError(
                 "--no-prefix-cache leaves nothing to keep in --host-memory or --storage"
             )
-        if self.parallel.cp > 1 and self.model.device != "cpu":
-            raise ConfigError(
-                f"--cp {self.parallel.cp} runs on a CPU only so far, not on {self.model.device}"
-            )
+        for flag, size in (("--cp", self.parallel.cp), ("--tp", self.parallel.tp)):
+            if size > 1 and self.model.device != "cpu":
+                raise ConfigError(
+                    f"{flag} {size} runs on a CPU only so far, not on {self.model.device}"
+                )
 
     @property
     def page_size(self) -> int:

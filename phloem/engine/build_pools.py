@@ -70,6 +70,8 @@ def plan_pools(config: Config, path: Path, dtype: str) -> Pools:
 
     Ranks share this machine, so what is taken when nothing is named is divided among them.
     """
+    if config.parallel.tp > 1:
+        raise ConfigError("--tp is not there yet; use --cp")
     num_ranks = config.parallel.cp
     model = read_model_config(path)
     pages = dtype if config.cache.kv_dtype == "auto" else config.cache.kv_dtype

@@ -9,6 +9,7 @@ import enum
 from dataclasses import dataclass
 
 from phloem.core.errors import ConfigError
+from phloem.core.mesh import Mesh, ShardAxis
 
 __all__ = ["FP4_BLOCK", "AttentionKind", "ComponentSpec", "KVDtype", "KVSpec"]
 
@@ -149,6 +150,12 @@ class KVSpec:
     def page_bytes(self) -> int:
         """Bytes of one page over all layers and heads."""
         return self.token_bytes * self.page_size
+
+    def shard_axis(self, mesh: Mesh) -> ShardAxis:
+        """Who owns pages: a row of the mesh, whose ranks hold their heads of each; or, since all
+        heads share a latent, each rank."""
+        per_owner = 1 if self.kind is AttentionKind.MLA else mesh.tp
+        return ShardAxis(mesh=mesh, ranks_per_owner=per_owner)
 
     def component(self) -> ComponentSpec:
         """What the control plane may know of it."""

@@ -71,6 +71,7 @@ def test_yaml_can_hold_every_flag(tmp_path: Path) -> None:
         "storage": "/kept",
         "storage_size": "2GB",
         "cp": 2,
+        "tp": 3,
         "placement": "contiguous",
         "remote_kv": "send_q",
         "schedule_policy": "hrrn",
@@ -217,3 +218,12 @@ def test_tiers_that_cannot_be_are_refused(options: dict[str, str], message: str)
 def test_tiers_need_the_prefix_cache() -> None:
     with pytest.raises(ConfigError, match="--no-prefix-cache"):
         Config(cache=CacheOptions(prefix_cache=False), tiers=TierOptions(host_memory="1GB"))
+
+
+def test_ranks_are_on_one_mesh() -> None:
+    parallel = config_from({"tp": "2", "cp": "3"}, environ={}).parallel
+    assert (parallel.mesh.world, parallel.mesh.tp, parallel.mesh.cp) == (6, 2, 3)
+    with pytest.raises(ConfigError, match=r"--placement replicate .* --tp 2"):
+        config_from({"tp": "2", "cp": "2", "placement": "replicate"}, environ={})
+    with pytest.raises(ConfigError, match="--tp 2 runs on a CPU only"):
+        config_from({"tp": "2", "device": "cuda"}, environ={})
