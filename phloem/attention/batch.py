@@ -80,10 +80,15 @@ class RowSpan:
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """Spans in flat order, without gaps: span i + 1 begins where span i ends."""
+    """Spans in flat order, without gaps: span i + 1 begins where span i ends.
+
+    `kept`: the tokens whose K and V are written here at all, where another rank that computes the
+    same ones writes the others; None: all.
+    """
 
     spans: tuple[RowSpan, ...]
     page_size: int
+    kept: _Ints | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -100,10 +105,11 @@ class RaggedBatch:
     def written(self) -> _Ints | None:
         """Indices of the tokens whose K and V are written; None if they all are."""
         if all(s.write_from <= s.start for s in self.spans):
-            return None
-        return _joined(
+            return self.kept
+        fresh = _joined(
             [s.first + np.flatnonzero(s.positions() >= s.write_from) for s in self.spans]
         )
+        return fresh if self.kept is None else np.intersect1d(fresh, self.kept, assume_unique=True)
 
 
 def _joined(parts: list[_Ints]) -> _Ints:

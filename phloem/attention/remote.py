@@ -272,4 +272,4 @@ def _own_tables(batch: RaggedBatch, pool: RankPool) -> RaggedBatch:
     for span in batch.spans:
         slots = np.where(pool.is_own(span.slots), pool.slots(span.slots), 0)
         spans.append(replace(span, slots=slots))
-    return RaggedBatch(tuple(spans), batch.page_size)
+    return replace(batch, spans=tuple(spans))

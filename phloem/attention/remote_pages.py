@@ -130,6 +130,6 @@ class PageExchange:
         )
 
     def _room(self, num_pages: int) -> KVBuffer:
-        data = self._pool.buffer.data
-        shape = (num_pages + 1, data.shape[1], 1, *data.shape[3:])
-        return KVBuffer(data.new_zeros(shape), self._pool.buffer.codec)
+        buffer = self._pool.buffer
+        shape = (num_pages + 1, buffer.num_head_groups, 1, *buffer.data.shape[3:])
+        return KVBuffer(buffer.data.new_zeros(shape), buffer.codec)

@@ -53,7 +53,7 @@ def build_core(config: Config, hooks: BuildHooks, eos_ids: tuple[int, ...]) -> L
             model=ModelSlot(partial(_load_weights, loaded, config.model.quantization)),
         )
 
-    if pools.num_ranks == 1:
+    if pools.mesh.world == 1:
         return join(pools, load(pools, None))
     with starting_ranks(config, pools) as ranks:
         pools = ranks.pools
@@ -100,7 +100,7 @@ def worker_options(
 
 def _threads(config: Config, pools: Pools) -> int:
     """Of each rank."""
-    return config.runtime.threads or max(1, usable_cpus() // pools.num_ranks)
+    return config.runtime.threads or max(1, usable_cpus() // pools.mesh.world)
 
 
 def _distinct(config: Config, loaded: LoadedWorker, num_pages: int) -> int:
@@ -129,7 +129,7 @@ def _facts(
     dtype: str,
     start_s: float,
 ) -> EngineFacts:
-    num_pages = loaded.num_pages[0] * pools.num_ranks
+    num_pages = loaded.num_pages[0] * pools.axis.size
     card = ModelCard(
         name=config.model.served_model_name or model.name,
         path=str(model.path),
@@ -159,6 +159,7 @@ def _facts(
         host_pages=pools.host[0],
         storage=config.tiers.storage,
         window=pools.window,
-        num_ranks=pools.num_ranks,
+        num_owners=pools.axis.size,
+        mesh=pools.mesh,
         placement=config.parallel.placement,
     )

@@ -12,28 +12,36 @@ from phloem.config import Config
 from phloem.config.checkpoint import read_model_config
 from phloem.config.units import format_bytes
 from phloem.core.errors import ConfigError
+from phloem.core.mesh import Mesh, ShardAxis
 from phloem.engine.build_tiers import host_pages
 from phloem.engine.facts import WindowFacts
 from phloem.engine.resources import available_memory_bytes, default_kv_bytes
 from phloem.kv.sizing import PoolDemand, default_checkpoint, pool_pages, pool_pages_beside
 from phloem.kv.spec import KVDtype, KVSpec
+from phloem.models.shard import check_tp
 from phloem.worker import kv_specs
 
 __all__ = ["Pools", "plan_pools", "resolve_dtype"]
 
+ONE_RANK = Mesh()
 _KV_SHARE_OF_GPU = 0.5  # of the memory free before the weights are loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
-    """Pages by component; `device`: of each rank, `host`: of the machine. `checkpoint`: tokens
+    """Pages by component; `device`: of each owner, `host`: of the machine. `checkpoint`: tokens
     between kept tails of windows; 0: ends only."""
 
     specs: tuple[KVSpec, ...]
     device: tuple[int, ...]
     host: tuple[int, ...]
     checkpoint: int = 0
-    num_ranks: int = 1
+    mesh: Mesh = ONE_RANK
+
+    @property
+    def axis(self) -> ShardAxis:
+        """The owners of pages: ranks, or rows of ranks that hold their heads of each page."""
+        return self.specs[0].shard_axis(self.mesh)
 
     def resized(
         self, *, device: tuple[int, ...] | None = None, host: tuple[int, ...] | None = None
@@ -51,7 +59,7 @@ class Pools:
         return WindowFacts(
             tokens=spec.retention,
             layers=spec.num_layers,
-            num_pages=self.device[1] * self.num_ranks,
+            num_pages=self.device[1] * self.axis.size,
             page_bytes=spec.page_bytes,
             host_pages=self.host[1],
             checkpoint_tokens=self.checkpoint,
@@ -70,13 +78,11 @@ def plan_pools(config: Config, path: Path, dtype: str) -> Pools:
 
     Ranks share this machine, so what is taken when nothing is named is divided among them.
     """
-    if config.parallel.tp > 1:
-        raise ConfigError("--tp is not there yet; use --cp")
-    num_ranks = config.parallel.cp
-    model = read_model_config(path)
+    mesh, model = config.parallel.mesh, read_model_config(path)
+    check_tp(model, mesh.tp)
     pages = dtype if config.cache.kv_dtype == "auto" else config.cache.kv_dtype
     specs = kv_specs(model, dtype=KVDtype(pages), page_size=config.page_size)
-    window = specs[-1].retention
+    window, num_owners = specs[-1].retention, specs[0].shard_axis(mesh).size
     demand = PoolDemand(
         max_model_len=config.model.max_model_len or model.max_position,
         max_running=config.scheduler.max_running,
@@ -87,9 +93,9 @@ def plan_pools(config: Config, path: Path, dtype: str) -> Pools:
     if config.cache.num_pages is not None:
         device = pool_pages_beside(specs, config.cache.num_pages, demand)
     else:
-        kv_bytes = config.cache.kv_memory_bytes or _auto_kv_bytes(config.model.device) // num_ranks
+        kv_bytes = config.cache.kv_memory_bytes or _auto_kv_bytes(config.model.device) // num_owners
         device = pool_pages(specs, kv_bytes, demand)
-    asked = num_ranks * _num_bytes(specs, device)
+    asked = num_owners * _num_bytes(specs, device)
     host = host_pages(config, specs, device_bytes=asked, demand=demand)
     _check_memory(asked if config.model.device == "cpu" else 0, _num_bytes(specs, host))
     return Pools(
@@ -97,7 +103,7 @@ def plan_pools(config: Config, path: Path, dtype: str) -> Pools:
         device=device,
         host=host,
         checkpoint=demand.checkpoint,
-        num_ranks=num_ranks,
+        mesh=mesh,
     )
 
 

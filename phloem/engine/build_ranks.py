@@ -89,7 +89,7 @@ def starting_ranks(config: Config, pools: Pools) -> Iterator[RankBuild]:
             f"--remote-kv {config.parallel.remote_kv} has nothing to do with --placement "
             "replicate, where every rank has every page; leave it out"
         )
-    ranks = Ranks(pools.num_ranks, len(pools.specs))
+    ranks = Ranks(pools.axis, len(pools.specs))
     try:
         device = ranks.start(config, pools.device)
         pools = pools.resized(device=device)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phloem.config.units import format_bytes
+from phloem.core.mesh import Mesh
 from phloem.engine.api import ModelCard
 
 __all__ = ["EngineFacts", "WindowFacts", "startup_rows"]
+
+
+ONE_RANK = Mesh()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +44,8 @@ class EngineFacts:
     host_pages: int = 0
     storage: str | None = None  # the directory it started with
     window: WindowFacts | None = None  # None: no layer has one
-    num_ranks: int = 1  # pages, here and on the card, are those of all ranks
+    num_owners: int = 1  # pages, here and on the card, are those of all owners
+    mesh: Mesh = ONE_RANK
     placement: str = "striped"
 
     @property
@@ -56,7 +61,7 @@ class EngineFacts:
     @property
     def token_capacity(self) -> int:
         """Tokens whose KV fits on the device."""
-        copies = self.num_ranks if self.placement == "replicate" else 1
+        copies = self.num_owners if self.placement == "replicate" else 1
         return self.card.num_pages // copies * self.card.page_size
 
 
@@ -66,7 +71,7 @@ def startup_rows(facts: EngineFacts) -> list[tuple[str, str]]:
         *_model_rows(facts),
         *([] if facts.window is None else _window_rows(facts.window)),
         ("KV memory", format_bytes(facts.kv_bytes)),
-        *([] if facts.num_ranks == 1 else [("ranks", _ranks(facts))]),
+        *([] if facts.mesh.world == 1 else [("ranks", _ranks(facts))]),
         ("host tier", _host_tier(facts)),
         ("storage", facts.storage or "off"),
         ("weights", _weights(facts)),
@@ -114,13 +119,17 @@ def _window_rows(window: WindowFacts) -> list[tuple[str, str]]:
 
 
 def _weights(facts: EngineFacts) -> str:
-    each = "" if facts.num_ranks == 1 else " on each rank"
+    each = "" if facts.mesh.world == 1 else " on each rank"
     return f"{format_bytes(facts.weight_bytes)}{each}, quantization {facts.quantization}"
 
 
 def _ranks(facts: EngineFacts) -> str:
-    pages = facts.card.num_pages // facts.num_ranks
-    return f"{facts.num_ranks} processes of {pages:,} pages each, {facts.placement}"
+    pages, mesh = facts.card.num_pages // facts.num_owners, facts.mesh
+    if mesh.tp == 1:
+        return f"{mesh.world} processes of {pages:,} pages each, {facts.placement}"
+    each = "each" if facts.num_owners == mesh.world else f"for each {mesh.tp} of them"
+    shape = f"{mesh.world} processes (cp {mesh.cp} x tp {mesh.tp})"
+    return f"{shape}, {pages:,} pages {each}, {facts.placement}"
 
 
 def _host_tier(facts: EngineFacts) -> str:

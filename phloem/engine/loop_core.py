@@ -108,16 +108,16 @@ def make_loop_core(
 ) -> LoopCore:
     """Join a worker with the control plane. Takes over the worker and the tiers."""
     clock = MonotonicClock()
-    num_pages, num_ranks = facts.card.num_pages, facts.num_ranks
+    num_pages, num_owners = facts.card.num_pages, facts.num_owners
     num_host_pages = 0 if tiers is None else tiers.num_host_pages
     cache = PrefixCache(
         page_size=facts.card.page_size,
-        num_pages=(num_pages // num_ranks,) * num_ranks,
+        num_pages=(num_pages // num_owners,) * num_owners,
         host=HostTier(pages=num_host_pages, exclusive=is_exclusive(num_pages, num_host_pages)),
         placement=config.parallel.placement,
         eviction=config.cache.eviction_policy,
         enabled=config.cache.prefix_cache,
-        window=window_config(facts.window, num_ranks=num_ranks, page_size=facts.card.page_size),
+        window=window_config(facts.window, num_owners=num_owners, page_size=facts.card.page_size),
     )
     options = config.scheduler
     scheduler = Scheduler(
@@ -148,7 +148,7 @@ def make_loop_core(
 
 
 def window_config(
-    facts: WindowFacts | None, *, num_ranks: int, page_size: int
+    facts: WindowFacts | None, *, num_owners: int, page_size: int
 ) -> WindowConfig | None:
     """The windows of a model as the cache sees them; None where no layer has one."""
     if facts is None:
@@ -156,7 +156,7 @@ def window_config(
     return WindowConfig(
         tokens=facts.tokens,
         layers=facts.layers,
-        pages=(facts.num_pages // num_ranks,) * num_ranks,
+        pages=(facts.num_pages // num_owners,) * num_owners,
         host_pages=facts.host_pages,
         checkpoint=pages_for_tokens(facts.checkpoint_tokens, page_size),
     )

@@ -110,14 +110,14 @@ class RankProcess:
 
 def _replica(config: Config, pools: Pools) -> RecordReader:
     """This rank's copy of the cache, as the leader's begins."""
-    page_size, num_ranks = config.page_size, pools.num_ranks
+    page_size, num_owners = config.page_size, pools.axis.size
     placement = make_placement(config.parallel.placement)
-    window = window_config(pools.window, num_ranks=num_ranks, page_size=page_size)
+    window = window_config(pools.window, num_owners=num_owners, page_size=page_size)
     if window is not None:
         window = replace(window, pages=placement.pools(window.pages))
     state = CacheState(
         page_size,
-        placement.pools((pools.device[0],) * num_ranks),
+        placement.pools((pools.device[0],) * num_owners),
         host_pages=pools.host[0],
         window=window,
     )

@@ -8,7 +8,9 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from phloem.core.mesh import Mesh, ShardAxis
 from phloem.groups import GroupSeat, Seat, ShmGroup, ShmProgress, progress_seats, shm_seats
 from phloem.kv.layout import PageLayout
 from phloem.pools import DevicePool
@@ -20,16 +22,21 @@ __all__ = ["RankSeat", "rank_seats", "size_memory"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSeat:
-    """Descriptors: plain numbers, that travel as JSON. `pools`: by component."""
+    """Descriptors: plain numbers, that travel as JSON. `group` and `row` as of `RankPlace`; None:
+    nobody else is in it. `pools`: by component."""
 
+    axis: ShardAxis
     progress: Seat
-    group: GroupSeat
+    group: GroupSeat | None
+    row: GroupSeat | None
     pools: tuple[int, ...]
     sampled: int
 
     @property
     def fds(self) -> tuple[int, ...]:
-        return (*self.progress.fds, *self.group.fds, *self.pools, self.sampled)
+        groups = [seat.fds for seat in (self.group, self.row) if seat is not None]
+        fds = [fd for group in groups for fd in group]
+        return (*self.progress.fds, *fds, *self.pools, self.sampled)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -37,10 +44,12 @@ class RankSeat:
     @classmethod
     def from_json(cls, text: str) -> RankSeat:
         fields = json.loads(text)
-        seat, group = fields["progress"], fields["group"]
+        seat, axis = fields["progress"], fields["axis"]
         return cls(
+            axis=ShardAxis(**(axis | {"mesh": Mesh(**axis["mesh"])})),
             progress=Seat(**(seat | {"bells": tuple(seat["bells"])})),
-            group=GroupSeat(**(group | {"bells": tuple(group["bells"])})),
+            group=_group_seat(fields["group"]),
+            row=_group_seat(fields["row"]),
             pools=tuple(fields["pools"]),
             sampled=fields["sampled"],
         )
@@ -49,9 +58,11 @@ class RankSeat:
         """Map everything, once it has its size; the descriptors are given back."""
         return RankPlace(
             peers=Peers(ShmProgress(self.progress)),
+            axis=self.axis,
             pools=tuple(_mapped(fd) for fd in self.pools),
             sampled=_mapped(self.sampled),
-            group=ShmGroup(self.group),
+            group=None if self.group is None else ShmGroup(self.group),
+            row=None if self.row is None else ShmGroup(self.row),
         )
 
     def close(self) -> None:
@@ -60,19 +71,42 @@ class RankSeat:
             os.close(fd)
 
 
-def rank_seats(size: int, num_components: int) -> list[RankSeat]:
+def _group_seat(fields: dict[str, Any] | None) -> GroupSeat | None:
+    if fields is None:
+        return None
+    lists = {"bells": tuple(fields["bells"]), "members": tuple(fields["members"])}
+    return GroupSeat(**(fields | lists))
+
+
+def _group_seats(axis: str, ranks: tuple[int, ...]) -> dict[int, GroupSeat]:
+    """By rank; none for a group of one."""
+    if len(ranks) == 1:
+        return {}
+    # In what travels as well a rank has so long.
+    seats = shm_seats(len(ranks), axis=axis, timeout_s=PATIENCE_S, members=ranks)
+    return dict(zip(ranks, seats, strict=True))
+
+
+def rank_seats(axis: ShardAxis, num_components: int) -> list[RankSeat]:
     """One per rank. The memory is empty until `size_memory`. The caller owns the descriptors."""
     pools = [os.memfd_create("phloem-pages", os.MFD_CLOEXEC) for _ in range(num_components)]
     sampled = os.memfd_create("phloem-sampled", os.MFD_CLOEXEC)
-    groups = shm_seats(size, timeout_s=PATIENCE_S)  # in what travels as well a rank has so long
+    groups: dict[int, GroupSeat] = {}
+    rows: dict[int, GroupSeat] = {}
+    for part in range(axis.ranks_per_owner):
+        groups |= _group_seats("cp", axis.peers_of(part))
+    for first in range(0, axis.mesh.world, axis.mesh.tp):
+        rows |= _group_seats("tp", axis.mesh.row_of(first))
     seats = [
         RankSeat(
+            axis=axis,
             progress=seat,
-            group=group,
+            group=groups.get(seat.rank),
+            row=rows.get(seat.rank),
             pools=tuple(os.dup(fd) for fd in pools),
             sampled=os.dup(sampled),
         )
-        for seat, group in zip(progress_seats(size), groups, strict=True)
+        for seat in progress_seats(axis.mesh.world)
     ]
     for fd in (*pools, sampled):
         os.close(fd)
@@ -82,7 +116,7 @@ def rank_seats(size: int, num_components: int) -> list[RankSeat]:
 def size_memory(seat: RankSeat, layouts: Sequence[PageLayout], max_running: int) -> None:
     """Give the shared memory its size, for all ranks; it is zero, and costs nothing until used."""
     for fd, layout in zip(seat.pools, layouts, strict=True):
-        os.ftruncate(fd, DevicePool.shared_bytes(layout, seat.progress.size) or 1)
+        os.ftruncate(fd, DevicePool.shared_bytes(layout, seat.axis.size) or 1)
     os.ftruncate(seat.sampled, SampledTokens.num_bytes(max_running))
 
 

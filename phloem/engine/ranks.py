@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from phloem.config import Config
 from phloem.core.errors import ConfigError, EngineDead
+from phloem.core.mesh import ShardAxis
 from phloem.engine.rank_messages import (
     RankHello,
     RankPages,
@@ -50,11 +51,11 @@ class _Rank:
 
 
 class Ranks:
-    """Ranks 1 ... size - 1, and the seat of rank 0. Owns the processes until `reap`."""
+    """All ranks of a mesh but rank 0, whose seat is here. Owns the processes until `reap`."""
 
-    def __init__(self, size: int, num_components: int) -> None:
+    def __init__(self, axis: ShardAxis, num_components: int) -> None:
         """Start the processes; they wait for `start`."""
-        seats = rank_seats(size, num_components)
+        seats = rank_seats(axis, num_components)
         self._own = seats[0]
         self._place: RankPlace | None = None  # once the seat has been taken
         self._ranks: dict[int, _Rank] = {}

@@ -70,13 +70,23 @@ class Flight:
 class BaseGroup(abc.ABC):
     """A `Group` of torch tensors over an exchange that the subclass carries out."""
 
-    def __init__(self, *, rank: int, size: int, axis: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        axis: str,
+        timeout_s: float,
+        members: Sequence[int] = (),
+    ) -> None:
+        """`members`: the numbers by which errors name its ranks; none: 0 ... size - 1."""
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not one of {size}")
         self.rank = rank
         self.size = size
         self.axis = axis
         self.timeout_s = timeout_s
+        self.members = tuple(members) or tuple(range(size))
         self.operations = Operations()
         self._tally = {kind: Tally() for kind in OpKind}
         self._failure: GroupError | None = None
@@ -261,14 +271,18 @@ class BaseGroup(abc.ABC):
         self._failure = error
         return error
 
+    def error(self, text: str, ranks: Sequence[int]) -> GroupError:
+        """An error whose blame is on these ranks of the group."""
+        return GroupError(text, ranks=tuple(self.members[rank] for rank in ranks))
+
     def _name(self, ranks: tuple[int, ...]) -> str:
         noun = "rank" if len(ranks) == 1 else "ranks"
-        return f"{noun} {', '.join(map(str, ranks))} of {self.axis}"
+        return f"{noun} {', '.join(str(self.members[rank]) for rank in ranks)} of {self.axis}"
 
     def _diverged(self, ranks: tuple[int, ...], serial: int) -> GroupError:
         verb = "does" if len(ranks) == 1 else "do"
-        text = f"{self._name(ranks)} {verb} not do the operations of rank 0"
-        return GroupError(f"{text} (seen at operation {serial})", ranks=ranks)
+        text = f"{self._name(ranks)} {verb} not do the operations of rank {self.members[0]}"
+        return self.error(f"{text} (seen at operation {serial})", ranks)
 
     def late(self, exchange: Exchange, missing: tuple[int, ...], *, gone: bool) -> GroupError:
         """Why these ranks did not come: they diverged, if that is known; else gone, or late."""
@@ -278,7 +292,7 @@ class BaseGroup(abc.ABC):
         why = "gone" if gone else "late"
         verb = "is" if len(missing) == 1 else "are"
         what = f"{exchange.kind.name.lower()} (operation {exchange.serial})"
-        return GroupError(f"{self._name(missing)} {verb} {why}: {what}", ranks=missing)
+        return self.error(f"{self._name(missing)} {verb} {why}: {what}", missing)
 
     def strays(self, serial: int) -> tuple[int, ...]:
         """Ranks that are known to differ from rank 0 at this operation."""
@@ -292,7 +306,7 @@ class BaseGroup(abc.ABC):
             return self._diverged(strays, serial)
         pair = tuple(sorted((self.rank, source)))
         text = f"{self._name(pair)} do not do the same operations (seen at operation {serial})"
-        return GroupError(text, ranks=pair)
+        return self.error(text, pair)
 
 
 def _count(exchange: Exchange) -> Tally:

@@ -44,7 +44,11 @@ class LinkedGroup(BaseGroup):
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         super().__init__(
-            rank=group.rank, size=group.size, axis=group.axis, timeout_s=group.timeout_s
+            rank=group.rank,
+            size=group.size,
+            axis=group.axis,
+            timeout_s=group.timeout_s,
+            members=group.members,
         )
         self._inner, self._link, self._now, self._sleep = group, link, now, sleep
         self._free_s = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -40,8 +41,12 @@ _REMEMBERED = 64  # operations whose digests the hub keeps per rank
 class LocalGroup(BaseGroup):
     """One rank's end. Made by `local_groups`."""
 
-    def __init__(self, hub: _Hub, *, rank: int, size: int, axis: str, timeout_s: float) -> None:
-        super().__init__(rank=rank, size=size, axis=axis, timeout_s=timeout_s)
+    def __init__(
+        self, hub: _Hub, *, rank: int, axis: str, timeout_s: float, members: Sequence[int]
+    ) -> None:
+        super().__init__(
+            rank=rank, size=len(members), axis=axis, timeout_s=timeout_s, members=members
+        )
         self._hub = hub
 
     def _launch(self, exchange: Exchange) -> None:
@@ -83,11 +88,16 @@ class LocalGroup(BaseGroup):
 
 
 def local_groups(
-    size: int, *, axis: str = "cp", timeout_s: float = DEFAULT_TIMEOUT_S
+    size: int,
+    *,
+    axis: str = "cp",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    members: Sequence[int] | None = None,
 ) -> list[LocalGroup]:
-    """One end per rank, each for a thread of its own."""
+    """One end per rank, each for a thread of its own. `members`: as `BaseGroup` takes them."""
     hub = _Hub(size)
+    names = range(size) if members is None else members
     return [
-        LocalGroup(hub, rank=rank, size=size, axis=axis, timeout_s=timeout_s)
+        LocalGroup(hub, rank=rank, axis=axis, timeout_s=timeout_s, members=names)
         for rank in range(size)
     ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,11 +30,12 @@ __all__ = ["GroupSeat", "ShmGroup", "shm_seats"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSeat(Seat):
-    """One rank's place in a group."""
+    """One rank's place in a group. `members`: as `BaseGroup` takes them."""
 
     axis: str
     timeout_s: float
     chunk_bytes: int
+    members: tuple[int, ...] = ()
 
 
 def shm_seats(
@@ -42,11 +44,18 @@ def shm_seats(
     axis: str = "cp",
     timeout_s: float = DEFAULT_TIMEOUT_S,
     chunk_bytes: int = CHUNK_BYTES,
+    members: Sequence[int] = (),
 ) -> list[GroupSeat]:
     """One seat per rank. The caller owns their descriptors until they are passed on."""
     if chunk_bytes < 64 * size or chunk_bytes % 64:
         raise ValueError(f"chunk_bytes must be a multiple of 64, and at least {64 * size}")
-    make = partial(GroupSeat, axis=axis, timeout_s=timeout_s, chunk_bytes=chunk_bytes)
+    make = partial(
+        GroupSeat,
+        axis=axis,
+        timeout_s=timeout_s,
+        chunk_bytes=chunk_bytes,
+        members=tuple(members),
+    )
     return make_seats(make, size, Ring.file_bytes(size, chunk_bytes))
 
 
@@ -54,7 +63,13 @@ class ShmGroup(BaseGroup):
     """One rank's end. Takes over the descriptors of its seat."""
 
     def __init__(self, seat: GroupSeat) -> None:
-        super().__init__(rank=seat.rank, size=seat.size, axis=seat.axis, timeout_s=seat.timeout_s)
+        super().__init__(
+            rank=seat.rank,
+            size=seat.size,
+            axis=seat.axis,
+            timeout_s=seat.timeout_s,
+            members=seat.members,
+        )
         self._ring = Ring(
             seat.open_memory(), rank=seat.rank, size=seat.size, chunk_bytes=seat.chunk_bytes
         )
@@ -77,7 +92,7 @@ class ShmGroup(BaseGroup):
     def _launch(self, exchange: Exchange) -> None:
         with self._state:
             if self._closing:
-                raise GroupError("this group is closed", ranks=(self.rank,))
+                raise self.error("this group is closed", (self.rank,))
             job = Job(exchange, self._ring)
             self._ring.note(exchange.serial, exchange.digest)
             self._jobs[exchange.serial] = job

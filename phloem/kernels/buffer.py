@@ -31,10 +31,15 @@ _Ints = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True, eq=False)
 class KVBuffer:
     """`data` is contiguous, (P + 1, G, L, J, T, h, D). With a `codec` D are its items, and rows are
-    computed in its dtype."""
+    computed in its dtype.
+
+    `groups`: first and last + 1 of the head groups that are read and written here, where other
+    ranks have those of the same pages; None: all of them.
+    """
 
     data: Tensor
     codec: RowCodec | None = None
+    groups: tuple[int, int] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,8 +60,14 @@ class KVBuffer:
         return int(self.data.shape[0]) - 1
 
     @property
+    def head_groups(self) -> tuple[int, int]:
+        """First and last + 1 of the head groups."""
+        return (0, int(self.data.shape[1])) if self.groups is None else self.groups
+
+    @property
     def num_head_groups(self) -> int:
-        return int(self.data.shape[1])
+        low, high = self.head_groups
+        return high - low
 
     @property
     def num_layers(self) -> int:
@@ -90,7 +101,7 @@ class KVBuffer:
 
     def layer(self, layer: int) -> Tensor:
         """One layer's pages, a view (P + 1, G, J, T, h, D)."""
-        return self.data[:, :, layer]
+        return self.data[:, slice(*self.head_groups), layer]
 
     def object_rows(self, layer: int) -> Tensor:
         """The view into which `object_index` points, for one layer."""
@@ -104,16 +115,16 @@ class KVBuffer:
 
     def object_index(self, slots: _Ints) -> _Ints:
         """Object rows of many pages, K before V, a group's pages side by side: (J, G, *slots)."""
-        groups = np.arange(self.num_head_groups, dtype=np.int64)
+        groups = np.arange(*self.head_groups, dtype=np.int64)
         kv = np.arange(self.num_sides, dtype=np.int64)
         ones = (1,) * slots.ndim
-        page_group = slots * self.num_head_groups + groups.reshape(-1, *ones)
+        page_group = slots * int(self.data.shape[1]) + groups.reshape(-1, *ones)
         return page_group * (self.num_sides * self.num_layers) + kv.reshape(-1, 1, *ones)
 
     def token_index(self, slots: _Ints, offsets: _Ints) -> _Ints:
         """Token rows of tokens at `offsets` (N,) within pages `slots` (N,): (N * G,)."""
-        groups = np.arange(self.num_head_groups, dtype=np.int64)
-        page_group = slots[:, None] * self.num_head_groups + groups
+        groups = np.arange(*self.head_groups, dtype=np.int64)
+        page_group = slots[:, None] * int(self.data.shape[1]) + groups
         rows = self.num_sides * self.num_layers * self.page_size  # of a page's head group
         index = page_group * rows + offsets[:, None]
         return np.ascontiguousarray(index.reshape(-1))

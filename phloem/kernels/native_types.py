@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,15 @@ class PackedWeight:
     def num_bytes(self) -> int:
         return self.data.numel() + (0 if self.bias is None else 4 * self.bias.numel())
 
+    def columns(self, low: int, high: int) -> PackedWeight:
+        """Whole panels of its columns, low ... high - 1, in the same memory."""
+        if low % abi.PANEL or high % abi.PANEL:
+            raise ValueError(f"columns {low} ... {high} are no whole panels of {abi.PANEL}")
+        panel = len(self.data) // -(-self.n // abi.PANEL)
+        data = self.data[low // abi.PANEL * panel : high // abi.PANEL * panel]
+        bias = None if self.bias is None else self.bias[low:high]
+        return replace(self, data=data, n=high - low, bias=bias)
+
     def struct(self) -> abi.Weight:
         """Borrows this object's tensors."""
         return abi.Weight(
@@ -127,7 +136,7 @@ def kv_layer(buffer: KVBuffer, layer: int) -> abi.KvLayer:
     data = buffer.data
     page, group, _, kv, token, head, _ = data.stride()
     return abi.KvLayer(
-        base=data[0, 0, layer].data_ptr(),
+        base=data[0, buffer.head_groups[0], layer].data_ptr(),
         page_stride=page,
         group_stride=group,
         kv_stride=kv,

@@ -16,6 +16,7 @@ import enum
 from dataclasses import dataclass
 
 from phloem.core.errors import ConfigError
+from phloem.core.mesh import ShardAxis
 from phloem.kv.spec import KVSpec
 
 __all__ = ["Axis", "PageLayout", "default_head_groups"]
@@ -65,6 +66,13 @@ class PageLayout:
                 f"{self.num_head_groups} head groups do not divide "
                 f"{self.spec.num_kv_heads} KV heads"
             )
+
+    def groups_of(self, axis: ShardAxis, rank: int) -> tuple[int, int]:
+        """First and last + 1 of the head groups that a rank holds of its owner's pages."""
+        assert self.num_head_groups % axis.ranks_per_owner == 0, "the model was checked"
+        each = self.num_head_groups // axis.ranks_per_owner
+        low = axis.part_of(rank) * each
+        return low, low + each
 
     @property
     def heads_per_group(self) -> int:

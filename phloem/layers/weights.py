@@ -52,7 +52,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecoderWeights:
-    """A whole decoder. A tied `head` is the same tensor as `embedding`, (vocab, hidden)."""
+    """A decoder. A tied `head` is the tensor of `embedding`, (vocab, hidden), or rows of it."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
@@ -63,7 +63,7 @@ class DecoderWeights:
     def num_bytes(self) -> int:
         """Bytes of all tensors; what is shared counts once."""
         tensors = [self.embedding, self.norm]
-        if self.head is not self.embedding:
+        if self.head.untyped_storage().data_ptr() != self.embedding.untyped_storage().data_ptr():
             tensors.append(self.head)
         for layer in self.layers:
             tensors += [lin.weight for lin in layer.linears]

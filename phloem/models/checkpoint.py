@@ -19,6 +19,7 @@ from phloem.models.family import family_of
 from phloem.models.gguf_source import GGUFSource
 from phloem.models.pieces import DecoderPieces, Piece
 from phloem.models.safetensors_source import SafetensorsSource
+from phloem.models.shard import WHOLE, Shard
 from phloem.models.source import WeightSource
 
 __all__ = ["Checkpoint", "OnBytes"]
@@ -29,11 +30,19 @@ OnBytes: TypeAlias = Callable[[int, int], None]
 class Checkpoint:
     """The tensors of the model at `path`; use as a context manager.
 
-    `on_progress(done, total)` counts bytes of the file. Raises ConfigError for a checkpoint that
+    `config`: of the whole model, of which `shard` is read. `on_progress(done, total)` counts bytes
+    of the file. Raises ConfigError for a checkpoint that
     lacks a tensor (when opened), has one of a wrong shape, or is cut short (when read).
     """
 
-    def __init__(self, path: Path, config: ModelConfig, on_progress: OnBytes | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: ModelConfig,
+        on_progress: OnBytes | None = None,
+        *,
+        shard: Shard = WHOLE,
+    ) -> None:
         kind, family = checkpoint_kind(path), family_of(config.architecture)
         is_gguf = kind is CheckpointKind.GGUF
         self._path, self._on_progress = path, on_progress
@@ -43,6 +52,7 @@ class Checkpoint:
             family.gguf if is_gguf else family.hf,
             interleaved=is_gguf and family.gguf_interleaves_qk,
             norm_offset=0.0 if is_gguf else family.hf_norm_offset,
+            shard=shard,
         )
         try:
             names = [piece.name for piece in self.pieces.all()]
@@ -81,23 +91,24 @@ class Checkpoint:
 
     def stack(self, pieces: tuple[Piece, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """One contiguous tensor: the pieces one below the other, halves of heads in order."""
-        rows = sum(piece.shape[0] for piece in pieces)
-        out = torch.empty((rows, *pieces[0].shape[1:]), dtype=dtype, device=device)
+        shapes = [piece.part.shape(piece.shape) for piece in pieces]
+        rows = sum(shape[0] for shape in shapes)
+        out = torch.empty((rows, *shapes[0][1:]), dtype=dtype, device=device)
         low = 0
-        for piece in pieces:
-            part = out[low : low + piece.shape[0]]
+        for piece, shape in zip(pieces, shapes, strict=True):
+            part = out[low : low + shape[0]]
             self._check_shape(piece)
-            self._source.copy_to(piece.name, part)
+            self._source.copy_to(piece.name, part, piece.part)
             if piece.interleaved_heads:
                 part.copy_(_split_halves(part, piece))
-            low += piece.shape[0]
+            low += shape[0]
             self._advance(self._source.num_bytes(piece.name))
         return out
 
     def blocks(self, piece: Piece) -> BlockMatrix:
         """The blocks of a matrix as they are in the file, halves of heads in order."""
         self._check_shape(piece)
-        blocks = self._source.blocks(piece.name)
+        blocks = self._source.blocks(piece.name, piece.part)
         self._advance(self._source.num_bytes(piece.name))
         if piece.interleaved_heads:
             return blocks.rows(_split_halves(blocks.raw, piece))

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from phloem.config.model import Activation, ModelConfig, RopeConfig
 from phloem.kernels import Ops
-from phloem.layers import DecoderWeights, LayerWeights, RopeTable
+from phloem.layers import DecoderWeights, LayerWeights, Linear, RopeTable
 from phloem.models.forward import Attention, LayerCalls, pass_layers
 from phloem.models.latent import latent_qkv
+from phloem.models.row import ALONE, Row
 
 __all__ = ["MLP_CHUNK_TOKENS", "Decoder"]
 
@@ -24,13 +25,23 @@ MLP_CHUNK_TOKENS = 1024
 
 
 class Decoder:
-    """Embedding, layers and output head over `weights`. Holds no state between calls."""
+    """Embedding, layers and output head over `weights`. Holds no state between calls.
+
+    `config` and `weights` may be a shard of a model, of which the ranks of `row` are the whole.
+    """
 
     def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, *, ops: Ops, num_positions: int
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        *,
+        ops: Ops,
+        num_positions: int,
+        row: Row = ALONE,
     ) -> None:
         self.config = config
         self.weights = weights
+        self._row = row
         self._ops = ops
         self._rope = self._rope_table(config.rope, num_positions)
         own = config.window_rope
@@ -72,16 +83,18 @@ class Decoder:
         for number, (spec, layer) in enumerate(layers):
             q, k, v = self._qkv(x, layer, *(angles if spec.window is None else window_angles))
             mixed = attention.run(number, q, k, v, meta, sinks=layer.sinks, on_written=on_written)
-            mixed = self._ops.linear(mixed, layer.out.weight, layer.out.bias)
+            mixed = self._summed(mixed, layer.out)
             x.add_(self._normed(mixed, layer.post_attn_norm))
             self._mlp(x, layer)
             on_layer()
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and output head of hidden states (R, hidden): (R, vocab), fp32."""
+        """As `Forward.logits`."""
         normed = self._ops.rms_norm(hidden, self.weights.norm, self.config.norm_eps)
         logits = self._ops.linear(normed, self.weights.head, None).float()
+        if len(self.weights.head) < self.config.vocab_size:
+            logits = self._row.join(logits)
         cap = self.config.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
@@ -121,10 +134,17 @@ class Decoder:
         k = ops.rms_norm(qkv[:, heads : heads + kv_heads], layer.k_norm, config.norm_eps)
         return ops.rope(q, cos, sin), ops.rope(k, cos, sin), v
 
+    def _summed(self, x: Tensor, linear: Linear) -> Tensor:
+        """A product of which each rank of the row has a summand; the bias is added once."""
+        if self._row.is_whole:
+            return self._ops.linear(x, linear.weight, linear.bias)
+        out = self._row.add_up(self._ops.linear(x, linear.weight, None))
+        return out if linear.bias is None else out.add_(linear.bias)
+
     def _mlp(self, x: Tensor, layer: LayerWeights) -> None:
         """Add the MLP's output to x, in place."""
         for part in torch.split(x, MLP_CHUNK_TOKENS):
             normed = self._ops.rms_norm(part, layer.mlp_norm, self.config.norm_eps)
             gate_up = self._ops.linear(normed, layer.gate_up.weight, layer.gate_up.bias)
-            out = self._ops.linear(self._gate_up(gate_up), layer.down.weight, layer.down.bias)
+            out = self._summed(self._gate_up(gate_up), layer.down)
             part.add_(self._normed(out, layer.post_mlp_norm))

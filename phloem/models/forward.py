@@ -75,7 +75,11 @@ class Forward(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and output head of hidden states (R, hidden): (R, vocab), fp32."""
+        """Final norm and output head of hidden states (R, hidden): (R, vocab), fp32.
+
+        Where a row of ranks computes the model, all of its ranks call it, and the first one has the
+        logits.
+        """
         ...
 
 

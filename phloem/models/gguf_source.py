@@ -17,6 +17,7 @@ from phloem.config.gguf import GGUFTensor, read_gguf
 from phloem.core.errors import ConfigError
 from phloem.kernels.native_abi import WeightFormat
 from phloem.kernels.quantised import BlockMatrix
+from phloem.models.source import ALL, Part
 
 __all__ = ["GGUFSource"]
 
@@ -64,18 +65,18 @@ class GGUFSource:
     def block_format(self, name: str) -> WeightFormat | None:
         return _BLOCKS.get(self._kind(self._info(name)))
 
-    def copy_to(self, name: str, out: Tensor) -> None:
+    def copy_to(self, name: str, out: Tensor, part: Part = ALL) -> None:
         info = self._info(name)
-        self._copy(info, self._raw(name, info), out)
+        self._copy(info, self._rows(name, info, part), out)
         self._forget(info)
 
-    def _copy(self, info: GGUFTensor, raw: npt.NDArray[np.uint8], out: Tensor) -> None:
+    def _copy(self, info: GGUFTensor, rows: npt.NDArray[np.uint8], out: Tensor) -> None:
         kind = self._kind(info)
         if kind in _PLAIN:
-            out.copy_(torch.from_numpy(raw).view(_PLAIN[kind]).view(info.shape))
+            dense = torch.from_numpy(np.ascontiguousarray(rows))
+            out.copy_(dense.view(_PLAIN[kind]).view(out.shape))
             return
-        rows = raw.reshape(math.prod(info.shape[:-1]), -1)
-        target = out.view(rows.shape[0], info.shape[-1])
+        target = out.view(rows.shape[0], -1)
         step = max(1, _BLOCK_BYTES // max(1, rows.shape[1]))
         try:
             for low in range(0, rows.shape[0], step):
@@ -85,11 +86,33 @@ class GGUFSource:
                 f"{self._path}: {info.name} has type {kind.name}, not supported"
             ) from None
 
-    def blocks(self, name: str) -> BlockMatrix:
+    def blocks(self, name: str, part: Part = ALL) -> BlockMatrix:
         info = self._info(name)
-        raw = self._raw(name, info).reshape(info.shape[0], -1).copy()
+        raw = self._rows(name, info, part).copy()
         self._forget(info)
         return BlockMatrix(torch.from_numpy(raw), _BLOCKS[self._kind(info)])
+
+    def _rows(self, name: str, info: GGUFTensor, part: Part) -> npt.NDArray[np.uint8]:
+        """The bytes of a part, row by row: a view. A vector is one row, of which rows are columns.
+
+        Raises ConfigError where a block would be cut.
+        """
+        rows = self._raw(name, info).reshape(math.prod(info.shape[:-1]), -1)
+        of_row, columns = part.rows, part.columns
+        if len(info.shape) == 1:
+            of_row, columns = None, part.rows
+        if of_row is not None:
+            rows = rows[slice(*of_row)]
+        if columns is None:
+            return rows
+        per_block, block_bytes = GGML_QUANT_SIZES[self._kind(info)]
+        if any(column % per_block for column in columns):
+            raise ConfigError(
+                f"{self._path}: {name} is in blocks of {per_block} weights, which parts of "
+                f"{columns[1] - columns[0]} columns would cut; use another --tp"
+            )
+        low, high = (column // per_block * block_bytes for column in columns)
+        return rows[:, low:high]
 
     def _raw(self, name: str, info: GGUFTensor) -> npt.NDArray[np.uint8]:
         size = self.num_bytes(name)

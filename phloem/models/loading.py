@@ -11,6 +11,7 @@ from phloem.config.model import ModelConfig
 from phloem.layers import DecoderWeights, LayerWeights, Linear
 from phloem.models.checkpoint import Checkpoint, OnBytes
 from phloem.models.pieces import LinearPieces, Piece
+from phloem.models.shard import WHOLE, Shard
 
 __all__ = ["load_weights"]
 
@@ -21,19 +22,22 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    shard: Shard = WHOLE,
     on_progress: OnBytes | None = None,
 ) -> DecoderWeights:
-    """Read all weights of the checkpoint at `path` into `dtype` on `device`.
+    """Read a shard of the checkpoint at `path`, whose model is `config`, into `dtype` on `device`.
 
     Raises ConfigError as `Checkpoint` does.
     """
-    with Checkpoint(path, config, on_progress) as checkpoint:
+    with Checkpoint(path, config, on_progress, shard=shard) as checkpoint:
         pieces = checkpoint.pieces
         embedding = checkpoint.stack(pieces.embedding.weight, dtype, device)
         layers = tuple(_layer(checkpoint, i, dtype, device) for i in range(config.num_layers))
         head = embedding
         if pieces.head is not None:
             head = checkpoint.stack(pieces.head.weight, dtype, device)
+        elif shard.divides_head(config):
+            head = embedding[slice(*shard.span(config.vocab_size))]
         norm = checkpoint.norm(pieces.norm, dtype, device)
     return DecoderWeights(embedding=embedding, layers=layers, norm=norm, head=head)
 

@@ -7,6 +7,7 @@ Between the steps of a layer activations are fp32; the residual keeps the model'
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from phloem.config.model import Activation, LayerSpec, ModelConfig, RopeConfig
 from phloem.kernels import KVBuffer
 from phloem.kernels.native import NativeKernels, kv_layer
 from phloem.kernels.native_abi import Gate, KvLayer, Layer
-from phloem.kernels.native_types import address
+from phloem.kernels.native_types import PackedWeight, address
 from phloem.layers import RopeTable
+from phloem.models.decoder import MLP_CHUNK_TOKENS
 from phloem.models.forward import Attention, LayerCalls, pass_layers
 from phloem.models.packing import PackedDecoder, PackedLayer
+from phloem.models.row import ALONE, Row
 
 __all__ = ["NativeDecoder"]
 
@@ -27,7 +30,10 @@ _GATES = {Activation.SILU: Gate.SILU, Activation.GELU_TANH: Gate.GELU_TANH}
 
 
 class NativeDecoder:
-    """Owns `weights`, which `kernels` packed. `buffers`: pages, one buffer per component."""
+    """Owns `weights`, which `kernels` packed. `buffers`: pages, one buffer per component.
+
+    `config` and `weights` may be a shard of a model, of which the ranks of `row` are the whole.
+    """
 
     def __init__(
         self,
@@ -37,9 +43,10 @@ class NativeDecoder:
         kernels: NativeKernels,
         buffers: Sequence[KVBuffer],
         num_positions: int,
+        row: Row = ALONE,
     ) -> None:
         self.config = config
-        self._kernels, self._weights = kernels, weights
+        self._kernels, self._weights, self._row = kernels, weights, row
         self._rope = _Rope(config.rope, config.head_dim, num_positions)
         own = config.window_rope
         self._window_rope = self._rope
@@ -89,6 +96,8 @@ class NativeDecoder:
         if self.config.embedding_scale != 1.0:
             # The scale is rounded to the model's dtype, as in training.
             hidden.mul_(torch.tensor(self.config.embedding_scale, dtype=hidden.dtype))
+        if not self._row.is_whole:
+            return self._in_parts(hidden, attention, meta, calls)
         if on_written is not None or attention.exchanges:
             return self._in_halves(hidden, attention, meta, calls)
         for layer, kv, component in self._steps:
@@ -118,10 +127,45 @@ class NativeDecoder:
             calls.on_layer()
         return hidden
 
+    def _in_parts(
+        self, hidden: Tensor, attention: Attention, meta: Any, calls: LayerCalls
+    ) -> Tensor:
+        """A layer as a rank of a row computes it: what o and down give is added up before it
+        reaches the residual, which all ranks hold whole."""
+        config, kernels, weights = self.config, self._kernels, self._weights
+        qkv = torch.empty((hidden.shape[0], config.q_size + 2 * config.kv_size))
+        q = qkv[:, : config.q_size].view(-1, config.num_heads, config.head_dim)
+        batches = attention.writes(meta)
+        for number, (layer, kv, component) in enumerate(self._steps):
+            own = weights.layers[number]
+            kernels.layer_project(layer, kv, batches[component], hidden, qkv)
+            calls.written(number)
+            mixed = attention.attend(number, q, meta, sinks=own.sinks)
+            self._add_summed(hidden, mixed, own.out, own.post_attn_norm)
+            for part in torch.split(hidden, MLP_CHUNK_TOKENS):
+                normed = kernels.rms_norm(part.float(), own.mlp_norm, config.norm_eps)
+                act = kernels.linear(normed, own.gate_up, gate=_GATES[config.activation])
+                self._add_summed(part, act, own.down, own.post_mlp_norm)
+            calls.on_layer()
+        return hidden
+
+    def _add_summed(
+        self, hidden: Tensor, x: Tensor, weight: PackedWeight, norm: Tensor | None
+    ) -> None:
+        """hidden += what the row's ranks get of x (N, k), fp32, in place."""
+        out = self._row.add_up(self._kernels.linear(x, replace(weight, bias=None)))
+        if weight.bias is not None:
+            out += weight.bias
+        if norm is not None:
+            out = self._kernels.rms_norm(out, norm, self.config.norm_eps)
+        hidden.add_(out)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and output head of hidden states (R, hidden): (R, vocab), fp32."""
+        """As `Forward.logits`."""
         normed = self._kernels.rms_norm(hidden.float(), self._weights.norm, self.config.norm_eps)
         logits = self._kernels.linear(normed, self._weights.head)
+        if self._weights.head.n < self.config.vocab_size:
+            logits = self._row.join(logits)
         cap = self.config.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 

@@ -22,10 +22,11 @@ from phloem.core.errors import ConfigError
 from phloem.kernels.native_abi import WeightFormat
 from phloem.kernels.native_pack import pack, pack_blocks, pack_gate_up, pack_gate_up_blocks
 from phloem.kernels.native_types import PackedWeight
-from phloem.kernels.quantised import BlockMatrix
+from phloem.kernels.quantised import BLOCK_WEIGHTS, BlockMatrix
 from phloem.models.checkpoint import Checkpoint, OnBytes
 from phloem.models.pieces import LinearPieces, Piece
 from phloem.models.quantisation import Quantisation
+from phloem.models.shard import WHOLE, Shard
 
 __all__ = ["PackedDecoder", "PackedLayer", "load_packed"]
 
@@ -66,7 +67,7 @@ class PackedLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedDecoder:
-    """A whole decoder; a tied head is the embedding. `dtype`: of the residual stream."""
+    """A decoder; a tied head is the embedding, or a view of it. `dtype`: of the residual stream."""
 
     dtype: torch.dtype
     embedding: PackedWeight
@@ -78,7 +79,8 @@ class PackedDecoder:
     def num_bytes(self) -> int:
         """Bytes of everything; what is shared counts once."""
         layers = sum(layer.num_bytes for layer in self.layers)
-        head = 0 if self.head is self.embedding else self.head.num_bytes
+        storages = {x.data.untyped_storage().data_ptr() for x in (self.head, self.embedding)}
+        head = 0 if len(storages) == 1 else self.head.num_bytes
         return self.embedding.num_bytes + layers + self.norm.nbytes + head
 
 
@@ -88,24 +90,31 @@ def load_packed(
     *,
     dtype: torch.dtype,
     quantisation: Quantisation = Quantisation.NONE,
+    shard: Shard = WHOLE,
     on_progress: OnBytes | None = None,
 ) -> PackedDecoder:
-    """Read the checkpoint at `path` into what native kernels multiply with.
+    """Read a shard of the checkpoint at `path`, whose model is `config`, into what native kernels
+    multiply with.
 
-    Raises ConfigError as `Checkpoint` does, and for q4 where there are no blocks of 4 bits.
+    Raises ConfigError as `Checkpoint` does, for q4 where there are no blocks of 4 bits, and where
+    the shard's border lies within a block.
     """
-    with Checkpoint(path, config, on_progress) as checkpoint:
+    with Checkpoint(path, config, on_progress, shard=shard) as checkpoint:
         packer = _Packer(checkpoint, dtype, quantisation)
         if quantisation is Quantisation.Q4:
             _need_q4(checkpoint, path)
         pieces = checkpoint.pieces
-        embedding = packer.linear(pieces.embedding)
+        embedding = head = packer.linear(pieces.embedding)
+        if pieces.head is not None:
+            head = packer.linear(pieces.head)
+        elif shard.divides_head(config):
+            head = embedding.columns(*shard.span(config.vocab_size))
         return PackedDecoder(
             dtype=dtype,
             embedding=embedding,
             layers=tuple(packer.layer(i) for i in range(config.num_layers)),
             norm=packer.norm(pieces.norm),
-            head=packer.linear(pieces.head) if pieces.head else embedding,
+            head=head,
         )
 
 
@@ -180,4 +189,13 @@ class _Packer:
         if self._quantisation is Quantisation.NONE:
             return None
         quantised = all(self._checkpoint.is_quantised(piece) for piece in pieces.weight)
-        return WeightFormat.Q8_0 if self._quantisation is Quantisation.INT8 or quantised else None
+        if not quantised and self._quantisation is not Quantisation.INT8:
+            return None
+        for piece in pieces.weight:
+            if any(column % BLOCK_WEIGHTS for column in piece.part.columns or ()):
+                raise ConfigError(
+                    f"--quantization {self._quantisation.value} has a scale for {BLOCK_WEIGHTS} "
+                    f"weights, and with this --tp a rank's part of {piece.name} would cut such a "
+                    "block; use another --tp, or --quantization none"
+                )
+        return WeightFormat.Q8_0

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phloem.config.mla import MLAConfig
 from phloem.config.model import ModelConfig
 from phloem.models.family import WeightNames
+from phloem.models.shard import WHOLE, Shard
+from phloem.models.source import ALL, Part
 
 __all__ = ["DecoderPieces", "LayerPieces", "LinearPieces", "Piece"]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One tensor. `interleaved_heads`: so many heads whose halves alternate by rows; 0: none.
+    """One tensor, of `shape` in the file, and which `part` of it is read.
 
+    `interleaved_heads`: the part is so many heads whose halves alternate by rows; 0: it is not.
     `interleaved_rows`: of each of those heads only the last so many rows; 0: all. `offset` is to be
     added to it.
     """
@@ -26,6 +29,7 @@ class Piece:
     interleaved_heads: int = 0
     offset: float = 0.0
     interleaved_rows: int = 0
+    part: Part = ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +72,13 @@ class LayerPieces:
 
 
 class DecoderPieces:
-    """The tensors of a model, spelt as `names`.
+    """The tensors of a model, spelt as `names`, and what of each a shard of the model takes.
 
     `interleaved`: the rows of q and k are. `norm_offset` is to be added to the weights of norms.
+
+    A shard takes rows of what makes heads (q, k, v), of gate and up, and of the output head; the
+    columns of `out` and `down` that these rows feed; and all of the rest. What `out` and `down`
+    give is then a summand, to which a bias is added once.
     """
 
     def __init__(
@@ -80,15 +88,17 @@ class DecoderPieces:
         *,
         interleaved: bool,
         norm_offset: float = 0.0,
+        shard: Shard = WHOLE,
     ) -> None:
         self._config, self._names, self._interleaved = config, names, interleaved
-        self._norm_offset = norm_offset
+        self._norm_offset, self._shard = norm_offset, shard
         table = (config.vocab_size, config.hidden_size)
         self.embedding = LinearPieces((_weight(names.embedding, table),))
         self.norm = self._norm(names.norm, config.hidden_size)
         self.head = None
         if not config.tie_embeddings:
-            self.head = LinearPieces((_weight(names.head, table),))
+            head = _weight(names.head, table)
+            self.head = LinearPieces((self._rows(head) if shard.divides_head(config) else head,))
 
     def all(self) -> Iterator[Piece]:
         """Every tensor that is needed, in no special order."""
@@ -112,18 +122,35 @@ class DecoderPieces:
             **attention,
             attn_norm=norm(n.attn_norm),
             out=LinearPieces(
-                (_weight(out, (hidden, c.out_size)),),
+                (self._columns(_weight(out, (hidden, c.out_size))),),
                 (Piece(f"{out}.bias", (hidden,)),) if c.out_bias else (),
             ),
             mlp_norm=norm(n.mlp_norm),
             gate_up=LinearPieces(
-                tuple(_weight(name.format(i=i), (inter, hidden)) for name in (n.gate, n.up))
+                tuple(
+                    self._rows(_weight(name.format(i=i), (inter, hidden)))
+                    for name in (n.gate, n.up)
+                )
             ),
-            down=LinearPieces((_weight(n.down.format(i=i), (hidden, inter)),)),
+            down=LinearPieces((self._columns(_weight(n.down.format(i=i), (hidden, inter))),)),
             post_attn_norm=norm(n.post_attn_norm) if c.post_norms else None,
             post_mlp_norm=norm(n.post_mlp_norm) if c.post_norms else None,
-            sinks=Piece(sinks, (c.num_heads,)) if c.sinks else None,
+            sinks=self._rows(Piece(sinks, (c.num_heads,))) if c.sinks else None,
         )
+
+    def _rows(self, piece: Piece) -> Piece:
+        """The shard's rows of it, whole heads where it makes heads."""
+        if self._shard.count == 1:
+            return piece
+        heads = piece.interleaved_heads // self._shard.count
+        part = Part(rows=self._shard.span(piece.shape[0]))
+        return replace(piece, part=part, interleaved_heads=heads)
+
+    def _columns(self, piece: Piece) -> Piece:
+        """The shard's columns of it."""
+        if self._shard.count == 1:
+            return piece
+        return replace(piece, part=Part(columns=self._shard.span(piece.shape[1])))
 
     def _norm(self, module: str, size: int) -> Piece:
         return Piece(f"{module}.weight", (size,), offset=self._norm_offset)
@@ -142,15 +169,16 @@ class DecoderPieces:
         c, n = self._config, self._names
         q_rank, at = mla.q_rank, n.latent.format(i=i)
         heads, turned = (c.num_heads, mla.rope_dim) if mla.rope_interleaved else (0, 0)
-        q = Piece(f"{at}.q_proj.weight", (c.q_size, c.hidden_size), heads, 0.0, turned)
+        q = self._rows(Piece(f"{at}.q_proj.weight", (c.q_size, c.hidden_size), heads, 0.0, turned))
         q_up = None
         if q_rank is not None:
             shape = (c.q_size, q_rank)
-            q_up = LinearPieces((Piece(f"{at}.q_b_proj.weight", shape, heads, 0.0, turned),))
+            up = Piece(f"{at}.q_b_proj.weight", shape, heads, 0.0, turned)
+            q_up = LinearPieces((self._rows(up),))
             q = _weight(f"{at}.q_a_proj", (q_rank, c.hidden_size))
         shape = (mla.row_dim, c.hidden_size)
         kv = Piece(f"{at}.kv_a_proj_with_mqa.weight", shape, min(1, heads), 0.0, turned)
-        kv_up = _weight(f"{at}.kv_b_proj", (c.num_heads * mla.up_dim, mla.kv_rank))
+        kv_up = self._rows(_weight(f"{at}.kv_b_proj", (c.num_heads * mla.up_dim, mla.kv_rank)))
         return {
             "qkv": LinearPieces((q, kv)),
             "q_norm": None if q_rank is None else self._norm(f"{at}.q_a_layernorm", q_rank),
@@ -166,8 +194,12 @@ class DecoderPieces:
         heads = (c.num_heads, c.num_kv_heads, 0) if self._interleaved else (0, 0, 0)
         rows = list(zip(modules, sizes, heads, strict=True))
         return LinearPieces(
-            tuple(Piece(f"{m}.weight", (size, c.hidden_size), h) for m, size, h in rows),
-            tuple(Piece(f"{m}.bias", (size,), h) for m, size, h in rows) if c.qkv_bias else (),
+            tuple(
+                self._rows(Piece(f"{m}.weight", (size, c.hidden_size), h)) for m, size, h in rows
+            ),
+            tuple(self._rows(Piece(f"{m}.bias", (size,), h)) for m, size, h in rows)
+            if c.qkv_bias
+            else (),
         )
 
 

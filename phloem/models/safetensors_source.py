@@ -15,6 +15,7 @@ from torch import Tensor
 from phloem.core.errors import ConfigError
 from phloem.kernels.native_abi import WeightFormat
 from phloem.kernels.quantised import BlockMatrix
+from phloem.models.source import ALL, Part
 
 __all__ = ["SafetensorsSource"]
 
@@ -53,16 +54,24 @@ class SafetensorsSource:
     def block_format(self, name: str) -> WeightFormat | None:  # noqa: ARG002
         return None
 
-    def copy_to(self, name: str, out: Tensor) -> None:
+    def copy_to(self, name: str, out: Tensor, part: Part = ALL) -> None:
         self._bits(name, self._slice(name).get_dtype())
         try:
-            tensor: Tensor = self._home[name].get_tensor(name)
+            tensor = self._read(name, part)
         except (SafetensorError, RuntimeError, OSError) as error:
             raise ConfigError(f"{self._folder}: cannot read {name}: {error}") from error
         assert tensor.dtype in (torch.float32, torch.float16, torch.bfloat16), tensor.dtype
         out.copy_(tensor)
 
-    def blocks(self, name: str) -> BlockMatrix:
+    def _read(self, name: str, part: Part) -> Tensor:
+        """Only what is asked for."""
+        if part == ALL:
+            return self._home[name].get_tensor(name)  # type: ignore[no-any-return]
+        cuts = (part.rows, part.columns)[: len(self.shape(name))]
+        index = tuple(slice(None) if cut is None else slice(*cut) for cut in cuts)
+        return self._slice(name)[index]  # type: ignore[no-any-return]
+
+    def blocks(self, name: str, part: Part = ALL) -> BlockMatrix:  # noqa: ARG002
         raise AssertionError(f"{name}: safetensors files hold no blocks")
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -9,7 +10,24 @@ from torch import Tensor
 from phloem.kernels.native_abi import WeightFormat
 from phloem.kernels.quantised import BlockMatrix
 
-__all__ = ["WeightSource"]
+__all__ = ["ALL", "Part", "WeightSource"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows and columns of a matrix, first and last + 1; None: all of them. A vector has rows."""
+
+    rows: tuple[int, int] | None = None
+    columns: tuple[int, int] | None = None
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """What is left of a tensor of that shape."""
+        cuts = (self.rows, self.columns)
+        pairs = zip(whole, cuts, strict=False)
+        return tuple(size if cut is None else cut[1] - cut[0] for size, cut in pairs)
+
+
+ALL = Part()
 
 
 class WeightSource(Protocol):
@@ -31,12 +49,12 @@ class WeightSource(Protocol):
         """The format of its blocks, if they are ones that kernels read as they are."""
         ...
 
-    def copy_to(self, name: str, out: Tensor) -> None:
-        """Write the tensor into `out`, of its shape and any floating dtype."""
+    def copy_to(self, name: str, out: Tensor, part: Part = ALL) -> None:
+        """Write a part of the tensor into `out`, of its shape and any floating dtype."""
         ...
 
-    def blocks(self, name: str) -> BlockMatrix:
-        """A copy of the blocks of a matrix that has a block format."""
+    def blocks(self, name: str, part: Part = ALL) -> BlockMatrix:
+        """A copy of the blocks of a part of a matrix that has a block format."""
         ...
 
     def close(self) -> None: ...

@@ -33,7 +33,8 @@ class DevicePool:
 
     `layout.num_pages` is that of one owner. Pages start as zeros. It knows no free list: the
     control plane has them. `dtype`: what K and V are computed in, and read as; None: as they are
-    stored, or fp32 if they are packed.
+    stored, or fp32 if they are packed. `groups`: as of `KVBuffer`, where this rank computes some of
+    the heads only: `buffer` and `fill_nan` are of these, all else is whole pages.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class DevicePool:
         dtype: torch.dtype | None = None,
         num_owners: int = 1,
         memory: mmap.mmap | None = None,
+        groups: tuple[int, int] | None = None,
     ) -> None:
         """`memory`: at least `shared_bytes`, all zero at first, which other ranks map too."""
         self.layout = layout
@@ -64,7 +66,7 @@ class DevicePool:
                 "lower the KV memory"
             ) from error
         unpacked = torch.float32 if layout.spec.dtype.is_packed else data.dtype
-        self.buffer = KVBuffer(data, make_codec(layout.spec, dtype or unpacked))
+        self.buffer = KVBuffer(data, make_codec(layout.spec, dtype or unpacked), groups)
 
     @staticmethod
     def shared_bytes(layout: PageLayout, num_owners: int) -> int:
@@ -85,7 +87,8 @@ class DevicePool:
         if len(indices):
             data = self.buffer.data
             nan = float("nan") if data.is_floating_point() else 0xFF  # scales of ones are NaN
-            data[torch.from_numpy(indices.copy()).to(data.device)] = nan
+            own = slice(*self.buffer.head_groups)
+            data[torch.from_numpy(indices.copy()).to(data.device), own] = nan
 
     def read(self, ref: PageRef) -> bytes:
         """A copy of a page's bytes, whoever owns it."""

@@ -24,6 +24,8 @@ from phloem.kernels.native_abi import library
 from phloem.layers import DecoderWeights
 from phloem.models import Decoder, Forward, OnBytes, Quantisation, load_weights
 from phloem.models.native_fit import native_fits
+from phloem.models.row import ALONE, Row
+from phloem.models.shard import WHOLE, Shard
 from phloem.pools import DevicePool
 
 __all__ = ["KERNELS", "ForwardOptions", "ForwardPass", "choose_kernels", "load_forward"]
@@ -43,7 +45,10 @@ class ForwardPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOptions:
-    """How to compute. `kernels` as `choose_kernels` answered; `threads` None: PyTorch's choice."""
+    """How to compute. `kernels` as `choose_kernels` answered; `threads` None: PyTorch's choice.
+
+    `shard`: the part of the model that this rank computes, and `row` who computes the others.
+    """
 
     kernels: str
     quantisation: Quantisation
@@ -51,6 +56,8 @@ class ForwardOptions:
     device: torch.device
     threads: int | None
     num_positions: int
+    shard: Shard = WHOLE
+    row: Row = ALONE
 
 
 def choose_kernels(
@@ -105,19 +112,25 @@ def load_forward(
     options: ForwardOptions,
     on_progress: OnBytes | None = None,
 ) -> ForwardPass:
-    """Read the checkpoint at `path` and join it with pools, one per component.
+    """Read the checkpoint at `path`, of the model `config`, and join it with pools, one per
+    component.
 
     Raises ConfigError.
     """
     if options.kernels == "native":
         return _native(path, config, pools, options, on_progress)
     weights = load_weights(
-        path, config, dtype=options.dtype, device=options.device, on_progress=on_progress
+        path,
+        config,
+        dtype=options.dtype,
+        device=options.device,
+        shard=options.shard,
+        on_progress=on_progress,
     )
-    ops = make_ops(options.kernels)
-    backends = _backends(config, pools, weights, ops)
-    attention = LayeredAttention(backends, config.component_layers)
-    model = Decoder(config, weights, ops=ops, num_positions=options.num_positions)
+    ops, own = make_ops(options.kernels), options.shard.config(config)
+    backends = _backends(own, pools, weights, ops)
+    attention = LayeredAttention(backends, own.component_layers)
+    model = Decoder(own, weights, ops=ops, num_positions=options.num_positions, row=options.row)
     return ForwardPass(options.kernels, model, attention, weights.num_bytes)
 
 
@@ -161,14 +174,17 @@ def _native(
         config,
         dtype=options.dtype,
         quantisation=options.quantisation,
+        shard=options.shard,
         on_progress=on_progress,
     )
+    config = options.shard.config(config)
     model = NativeDecoder(
         config,
         weights,
         kernels=kernels,
         buffers=[pool.buffer for pool in pools],
         num_positions=options.num_positions,
+        row=options.row,
     )
     scoring = Scoring(config.score_scale, config.attn_softcap)
     backends = [

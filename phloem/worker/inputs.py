@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from phloem.attention import RaggedBatch, RowSpan
+from phloem.core.mesh import ShardAxis
 from phloem.core.plan import RowPlan, StepPlan
 from phloem.kv.sizing import pages_for_tokens
 from phloem.worker.rows import RowTables
@@ -25,11 +26,21 @@ class RankShare:
 
     Tables then hold global page numbers: owner * pages_per_rank + slot. `copies`: as many ranks
     hold every page, and page i of a row is computed by rank i mod copies; 0: pages have owners.
+    `kept`: first and last + 1 of the pages that it writes of those that it computes, where other
+    ranks compute the same tokens; None: all.
     """
 
     rank: int
     pages_per_rank: int
     copies: int = 0
+    kept: tuple[int, int] | None = None
+
+    @classmethod
+    def of_owner(cls, owner: int, axis: ShardAxis, pages_per_owner: int) -> RankShare:
+        """What is computed in the row of an owner, and what of it that owner keeps."""
+        each = axis.owners_per_row
+        kept = (owner * pages_per_owner, (owner + 1) * pages_per_owner) if each > 1 else None
+        return cls(owner // each, each * pages_per_owner, kept=kept)
 
     def positions(self, row: RowPlan, tables: RowTables, page_size: int) -> _Ints | None:
         """The row's own positions, in order; None: all of them."""
@@ -101,6 +112,8 @@ def build_inputs(
     """
     parts = _parts(plan, tables, page_size, share)
     batches = _batches(parts, tables, page_size, window)
+    if share is not None and share.kept is not None:
+        batches = tuple(_kept(batch, *share.kept) for batch in batches)
     ids = [part.tokens(tables) for part in parts]
     last = [part.first + part.count - 1 for part in parts if part.samples]
     return StepInputs(
@@ -111,6 +124,12 @@ def build_inputs(
         sampled=tuple(part.row for part in parts if part.samples),
         last_index=torch.tensor(last, dtype=torch.int64, device=device),
     )
+
+
+def _kept(batch: RaggedBatch, low: int, high: int) -> RaggedBatch:
+    """The same, of which only pages low ... high - 1 are written."""
+    slots = batch.token_slots()
+    return replace(batch, kept=np.flatnonzero((low <= slots) & (slots < high)))
 
 
 def _batches(

@@ -19,6 +19,8 @@ from phloem.kv.sizing import pages_for_tokens
 from phloem.kv.spec import KVDtype, KVSpec
 from phloem.models import quantisation_of
 from phloem.models.native_fit import native_reads
+from phloem.models.row import ALONE, Row
+from phloem.models.shard import WHOLE, check_tp
 from phloem.pools import DevicePool, HostArena
 from phloem.pools.device import torch_dtype
 from phloem.transfer import TransferEngine, TransferHooks
@@ -129,7 +131,7 @@ def load_worker(
     _set_threads(options.threads)
     config = read_model_config(path)
     max_len = _max_model_len(options, config)
-    how = _forward_options(options, config, num_positions=max_len)
+    how = _forward_options(options, config, num_positions=max_len, place=place)
     specs = kv_specs(config, dtype=kv_dtype_of(options), page_size=options.page_size)
     num_pages = _device_pages(options, specs)
     pools = make_pools(specs, num_pages, device, dtype=how.dtype, place=place)
@@ -143,7 +145,7 @@ def load_worker(
         num_components=len(specs),
         pages_per_owner=num_pages,
         sampled=None if place is None else SampledTokens(options.max_running, place.sampled),
-        copy=place.peers.rank if place is not None and options.replicate else 0,
+        copy=place.owner if place is not None and options.replicate else 0,
     )
     runner = Runner(
         forward.model,
@@ -152,7 +154,7 @@ def load_worker(
         tables=tables,
         hooks=options.hooks,
         gate=transfers,
-        peers=None if place is None else place.peers,
+        place=place,
         reach=None if place is None else _reach(options, forward.attention, pools, place),
     )
     return LoadedWorker(
@@ -165,7 +167,11 @@ def load_worker(
         weight_bytes=forward.weight_bytes,
         kernels=forward.kernels,
         activation_bytes=activation_bytes(
-            config, options.max_prefill_tokens, dtype=dtype, max_running=options.max_running
+            how.shard.config(config),
+            options.max_prefill_tokens,
+            dtype=dtype,
+            max_running=options.max_running,
+            tp=how.shard.count,
         ),
         hosts=hosts,
         transfers=transfers,
@@ -180,29 +186,38 @@ def _reach(
     place: RankPlace,
 ) -> Replicas | AttentionChoice:
     """How one rank of several comes by the pages that others compute."""
-    rank = place.peers.rank
+    owner = place.owner
     if options.replicate:
-        return Replicas(pools, direct.layers, rank)
+        return Replicas(pools, direct.layers, owner)
     own = [
-        RankPool(pool.buffer, rank, pool.num_pages, first_slot=rank * pool.num_pages)
+        RankPool(pool.buffer, owner, pool.num_pages, first_slot=owner * pool.num_pages)
         for pool in pools
     ]
     return AttentionChoice(direct, own, place.group)
 
 
 def _forward_options(
-    options: WorkerOptions, config: ModelConfig, *, num_positions: int
+    options: WorkerOptions,
+    config: ModelConfig,
+    *,
+    num_positions: int,
+    place: RankPlace | None,
 ) -> ForwardOptions:
     device, quantisation = _device(options.device), quantisation_of(options.quantization)
     dtype = _dtype(options.dtype)
     lacking = native_reads(kv_dtype_of(options), dtype)
+    shard = WHOLE if place is None else place.shard
+    check_tp(config, shard.count)
+    own = shard.config(config)
     return ForwardOptions(
-        kernels=choose_kernels(options.kernels, device, config, quantisation, lacking=lacking),
+        kernels=choose_kernels(options.kernels, device, own, quantisation, lacking=lacking),
         quantisation=quantisation,
         dtype=torch_dtype(dtype),
         device=device,
         threads=options.threads,
         num_positions=num_positions,
+        shard=shard,
+        row=ALONE if place is None else Row(place.row),
     )
 
 

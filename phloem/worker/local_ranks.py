@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from phloem.config.checkpoint import read_model_config
-from phloem.groups import Link, LinkedGroup, local_groups, local_progress
+from phloem.core.mesh import Mesh, ShardAxis
+from phloem.groups import Link, LinkedGroup, LocalGroup, local_groups, local_progress
 from phloem.pools import DevicePool
 from phloem.worker.follower import Follower, NoReplica, Replica
 from phloem.worker.load import LoadedWorker, WorkerOptions, kv_dtype_of, load_worker
@@ -30,28 +31,37 @@ def load_local_ranks(
     options: WorkerOptions,
     size: int,
     *,
+    tp: int = 1,
     hooks: Callable[[int], Hooks] | None = None,
     replicas: Callable[[int], Replica] | None = None,
     link: Link | None = None,
 ) -> LoadedWorker:
-    """Load a checkpoint `size` times; `worker` of the result is a RankedWorker over all of them.
+    """Load a checkpoint `size` times, each time in `tp` parts; `worker` of the result is a
+    RankedWorker over all of them.
 
     Pages, host tier and page counts of the result are the leader's: `pools` hold the pages of all
-    ranks. `hooks(rank)`: of each rank, instead of those in `options`. `link`: what travels
-    between ranks goes over it. Close the worker.
+    ranks. `hooks(rank)`: of each rank, instead of those in `options`. `link`: pages and queries
+    that travel between ranks go over it. Close the worker.
     """
-    boards, groups = local_progress(size), local_groups(size)
-    pools, sampled = _memory(path, options, size)
+    axis, pools, sampled = _memory(path, options, Mesh(tp=tp, cp=size))
+    boards = local_progress(axis.mesh.world)
+    groups, rows = _groups(axis)
 
     def load(rank: int, options: WorkerOptions) -> LoadedWorker:
-        own_group = groups[rank] if link is None else LinkedGroup(groups[rank], link)
-        place = RankPlace(peers=Peers(boards[rank]), pools=pools, sampled=sampled, group=own_group)
+        place = RankPlace(
+            peers=Peers(boards[rank]),
+            axis=axis,
+            pools=pools,
+            sampled=sampled,
+            group=groups[rank] if link is None else LinkedGroup(groups[rank], link),
+            row=rows.get(rank),
+        )
         own = options if hooks is None else replace(options, hooks=hooks(rank))
         return load_worker(path, own, place=place)
 
     alone = replace(options, host_pages=0, window_host_pages=None, transfer_hooks=None, inline=True)
     wires = []
-    for rank in range(1, size):
+    for rank in range(1, axis.mesh.world):
         ours, theirs = socket.socketpair()
         replica = NoReplica() if replicas is None else replicas(rank)
         follower = Follower(rank, Wire(theirs), load(rank, alone), replica)
@@ -62,10 +72,24 @@ def load_local_ranks(
     return replace(loaded, worker=RankedWorker(loaded.worker, wires))
 
 
+def _groups(axis: ShardAxis) -> tuple[dict[int, LocalGroup], dict[int, LocalGroup]]:
+    """By rank: the group of its peers, and that of its row, if more than one rank is in it."""
+    mesh = axis.mesh
+    groups: dict[int, LocalGroup] = {}
+    rows: dict[int, LocalGroup] = {}
+    for part in range(axis.ranks_per_owner):
+        ranks = axis.peers_of(part)
+        groups |= zip(ranks, local_groups(len(ranks), members=ranks), strict=True)
+    for first in range(0, mesh.world if mesh.tp > 1 else 0, mesh.tp):
+        ranks = mesh.row_of(first)
+        rows |= zip(ranks, local_groups(mesh.tp, axis="tp", members=ranks), strict=True)
+    return groups, rows
+
+
 def _memory(
-    path: Path, options: WorkerOptions, size: int
-) -> tuple[tuple[mmap.mmap, ...], mmap.mmap]:
-    """What the ranks share: the pools of each component, the sampled tokens."""
+    path: Path, options: WorkerOptions, mesh: Mesh
+) -> tuple[ShardAxis, tuple[mmap.mmap, ...], mmap.mmap]:
+    """Who owns pages, and what the ranks share: pools of each component, the sampled tokens."""
     dtype = kv_dtype_of(options)
     specs = kv_specs(read_model_config(path), dtype=dtype, page_size=options.page_size)
     counts = page_counts(
@@ -74,8 +98,9 @@ def _memory(
         window_pages=options.window_pages,
         kv_bytes=options.kv_bytes,
     )
+    axis = specs[0].shard_axis(mesh)
     pools = tuple(
-        mmap.mmap(-1, DevicePool.shared_bytes(layout, size) or 1)
+        mmap.mmap(-1, DevicePool.shared_bytes(layout, axis.size) or 1)
         for layout in pool_layouts(specs, counts)
     )
-    return pools, mmap.mmap(-1, SampledTokens.num_bytes(options.max_running))
+    return axis, pools, mmap.mmap(-1, SampledTokens.num_bytes(options.max_running))

@@ -22,9 +22,17 @@ def logits_rows_per_pass(vocab_size: int) -> int:
 
 
 def activation_bytes(
-    config: ModelConfig, max_prefill_tokens: int, *, dtype: KVDtype, max_running: int
+    config: ModelConfig,
+    max_prefill_tokens: int,
+    *,
+    dtype: KVDtype,
+    max_running: int,
+    tp: int = 1,
 ) -> int:
     """An upper bound of a step's peak, for a chunk of `max_prefill_tokens` alone or in parts.
+
+    `config`: what this rank computes of a model, in a row of `tp` ranks; a sum over the row holds
+    every rank's summand.
 
     At its widest a layer holds, per token of the chunk: the residual and a normed copy, q, k and v,
     their rotated fp32 temporaries, a gather of K and V (heads expanded by views), two partial
@@ -39,6 +47,8 @@ def activation_bytes(
         per_token = _latent_bytes(config, config.mla, width)
     else:
         per_token = _heads_bytes(config, width)
+    if tp > 1:
+        per_token += ((tp - 1) * width + _FP32) * config.hidden_size
     if config.post_norms:
         per_token += (width + 2 * _FP32) * config.hidden_size
     window = min(config.window or 0, config.max_position)

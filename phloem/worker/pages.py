@@ -99,9 +99,16 @@ def make_pools(
     layouts = pool_layouts(specs, counts)
     if place is None:
         return tuple(DevicePool(layout, device=device, dtype=dtype) for layout in layouts)
-    owners = place.peers.size
+    axis, rank = place.axis, place.peers.rank
     return tuple(
-        DevicePool(layout, device=device, dtype=dtype, num_owners=owners, memory=memory)
+        DevicePool(
+            layout,
+            device=device,
+            dtype=dtype,
+            num_owners=axis.size,
+            memory=memory,
+            groups=layout.groups_of(axis, rank),
+        )
         for layout, memory in zip(layouts, place.pools, strict=True)
     )
 

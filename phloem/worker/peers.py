@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from phloem.core.group import Group
+from phloem.core.mesh import ShardAxis
 from phloem.groups import LAST_LAYER, Progress
+from phloem.models.shard import Shard
 
 __all__ = ["PATIENCE_S", "Peers", "RankPlace"]
 
@@ -79,17 +81,33 @@ class Peers:
 class RankPlace:
     """Where a worker stands among several: its peers, and the memory that it shares with them.
 
-    `pools`: of each component, `DevicePool.shared_bytes`; `sampled`: `SampledTokens.num_bytes`.
-    `group`: for pages and queries that travel; who loads the worker owns it.
+    `axis`: the owners of pages, of which this rank is one or a part of one. `pools`: of each
+    component, `DevicePool.shared_bytes`; `sampled`: `SampledTokens.num_bytes`. `group`: one rank of
+    each owner, for pages and queries that travel. `row`: the ranks that compute the same tokens;
+    None: this one alone. Who loads the worker owns the groups.
     """
 
     peers: Peers
+    axis: ShardAxis
     pools: tuple[mmap.mmap, ...]
     sampled: mmap.mmap
     group: Group[Tensor] | None = None
+    row: Group[Tensor] | None = None
+
+    @property
+    def owner(self) -> int:
+        """Whose pages this rank writes."""
+        return self.axis.owner_of(self.peers.rank)
+
+    @property
+    def shard(self) -> Shard:
+        """The part of the model that this rank computes."""
+        mesh = self.axis.mesh
+        return Shard(mesh.tp_index(self.peers.rank), mesh.tp)
 
     def leave(self) -> None:
         """Of no use any more: others that wait for this rank are told. Idempotent."""
         self.peers.leave()
-        if self.group is not None:
-            self.group.close()
+        for group in (self.group, self.row):
+            if group is not None:
+                group.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from phloem.pools import DevicePool
 from phloem.worker.inputs import RankShare, StepInputs, build_inputs
 from phloem.worker.layer_waits import LayerWaits
 from phloem.worker.memory import logits_rows_per_pass
-from phloem.worker.peers import Peers
+from phloem.worker.peers import Peers, RankPlace
 from phloem.worker.replicas import Replicas
 from phloem.worker.rows import RowTables
 from phloem.worker.sampler import Candidate, sample
@@ -56,9 +56,10 @@ class Hooks:
 class Runner:
     """Executes plans one at a time, on the calling thread.
 
-    With `peers` it is one rank of several that execute the same plans: it computes the tokens of
-    the pages that it owns, and reads the pages of all. It owns the peers. `reach`: copies of
-    all pages, so that none has an owner; or how those of other ranks are read, if not in place.
+    With a `place` it is one rank of several that execute the same plans: it computes the tokens of
+    the pages that it owns, alone or with the ranks of its row, and reads the pages of all. It
+    leaves the place at its end. `reach`: copies of all pages, so that none has an owner; or how
+    those of other ranks are read, if not in place.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Runner:
         tables: RowTables,
         hooks: Hooks,
         gate: LayerGate | None = None,
-        peers: Peers | None = None,
+        place: RankPlace | None = None,
         reach: Replicas | AttentionChoice | None = None,
     ) -> None:
         self._model, self._pools, self._attention = model, tuple(pools), attention
@@ -78,14 +79,14 @@ class Runner:
         self._tables, self._hooks, self._gate = tables, hooks, gate
         self._cancelled: set[int] = set()  # serials; written by another thread
         self._stopped = False
-        self._peers = peers
+        self._place, self._peers = place, None if place is None else place.peers
         self._replicas = reach if isinstance(reach, Replicas) else None
         self._choice = reach if isinstance(reach, AttentionChoice) else None
-        self._share: RankShare | None = None
-        if peers is not None:
-            copies = 0 if self._replicas is None else peers.size
-            self._share = RankShare(peers.rank, self._pools[0].num_pages, copies)
-            peers.tell(hooks.on_layer)
+        # Of the ranks of a row, which have the same logits, the first one samples.
+        self._samples = place is None or place.shard.index == 0
+        self._alone = place is None or place.shard.count == 1
+        if place is not None:
+            place.peers.tell(hooks.on_layer)
         self._last_step = -1
         self._elsewhere: tuple[RowPlan, ...] = ()  # rows of the last plan that other ranks sample
 
@@ -139,10 +140,8 @@ class Runner:
 
     def leave(self) -> None:
         """Run no more plans: ranks that wait for this one are told. Idempotent."""
-        if self._peers is not None:
-            self._peers.leave()
-        if self._choice is not None:
-            self._choice.close()
+        if self._place is not None:
+            self._place.leave()
 
     def _meet(self, peers: Peers, plan: StepPlan) -> None:
         """All ranks are done with the step before: learn what the others have sampled in it."""
@@ -155,35 +154,46 @@ class Runner:
         self._last_step = plan.step
 
     def _poison(self, plan: StepPlan) -> None:
-        """Each rank its own pages: it is the one that writes them next."""
+        """Each rank what it holds of its own pages: it is the one that writes it next."""
         freed = (plan.freed_pages, plan.freed_window_pages)
-        rank = 0 if self._peers is None else self._peers.rank
+        owner = 0 if self._place is None else self._place.owner
         for pool, refs in zip(self._pools, freed, strict=False):
             if self._replicas is not None:
-                pool.fill_nan(pool.indices(refs) + rank * pool.num_pages)
+                pool.fill_nan(pool.indices(refs) + owner * pool.num_pages)
             else:
-                pool.fill_nan(pool.indices(refs[owners_of(refs) == rank]))
+                pool.fill_nan(pool.indices(refs[owners_of(refs) == owner]))
 
-    def _inputs(self, plan: StepPlan, rank: int | None = None) -> StepInputs:
-        """What this rank computes of a plan, or another one."""
-        share = self._share
-        if share is not None and rank is not None:
-            share = replace(share, rank=rank)
+    def _share(self, owner: int | None) -> RankShare | None:
+        """What an owner of pages has to compute; None: this rank's."""
+        place, pages = self._place, self._pools[0].num_pages
+        if place is None:
+            return None
+        if self._replicas is not None:
+            return RankShare(place.owner, pages, place.axis.size)
+        return RankShare.of_owner(place.owner if owner is None else owner, place.axis, pages)
+
+    def _inputs(self, plan: StepPlan, owner: int | None = None) -> StepInputs:
+        """What this rank computes of a plan, or that of another owner."""
         return build_inputs(
             plan,
             self._tables,
             page_size=self._page_size,
             window=self._model.config.window,
             device=self._model.device,
-            share=share,
+            share=self._share(owner),
         )
+
+    def _remote(self, plan: StepPlan) -> Remote:
+        """How pages of other owners are read; where there are none, it does not matter."""
+        one = self._place is None or self._place.axis.size == 1
+        return Remote.DIRECT if one else plan.remote
 
     def _forward(self, plan: StepPlan, layers: LayerWaits) -> list[RowResult]:
         inputs = self._inputs(plan)
         if self._peers is not None:
-            mine = {row.row for row in inputs.sampled}
+            mine = {row.row for row in inputs.sampled} if self._samples else set()
             self._elsewhere = tuple(r for r in plan.rows if r.sample and r.row not in mine)
-            if not len(inputs.tokens) and plan.remote is Remote.DIRECT:
+            if not len(inputs.tokens) and self._remote(plan) is Remote.DIRECT:
                 self._stand_by(self._peers, plan, layers)
                 return []
         if self._replicas is not None:
@@ -204,20 +214,21 @@ class Runner:
 
     def _planned(self, plan: StepPlan, inputs: StepInputs) -> PlannedAttention:
         """Attention in the way that the plan says; where pages travel, all ranks plan for all."""
-        if plan.remote is Remote.DIRECT:
+        if self._remote(plan) is Remote.DIRECT:
             return PlannedAttention(self._attention, self._attention.plan(inputs.batches))
         assert self._choice is not None, "pages cannot travel: this rank is in no group"
-        assert self._peers is not None, "ranks of a group are peers"
+        assert self._place is not None, "ranks of a group are peers"
         shares = [
-            inputs.batches if rank == self._peers.rank else self._inputs(plan, rank).batches
-            for rank in range(self._peers.size)
+            inputs.batches if owner == self._place.owner else self._inputs(plan, owner).batches
+            for owner in range(self._place.axis.size)
         ]
         return self._choice.plan(plan.remote, shares, ahead=not plan.loads)
 
     def _on_written(self, plan: StepPlan) -> Callable[[int], None] | None:
-        if self._peers is None:
+        if self._peers is None or self._place is None:
             return None
-        if plan.remote is not Remote.DIRECT and not plan.loads:
+        reads_others = self._remote(plan) is Remote.DIRECT and self._place.axis.size > 1
+        if not reads_others and not plan.loads:
             return None  # what is sent has been written: nobody need wait for all
         written = functools.partial(self._peers.written, plan.step)
         return written if self._replicas is None else self._replicas.then(written)
@@ -233,8 +244,9 @@ class Runner:
 
     def _between_layers(self, plan: StepPlan) -> None:
         self._hooks.on_layer()
-        # Where pages travel all ranks pass all layers: each learns of an end at another one.
-        cancelled = self._cancelled if plan.remote is Remote.DIRECT else ()
+        # Where pages or sums travel all ranks pass all layers, whoever learns first of an end.
+        free = self._alone and self._remote(plan) is Remote.DIRECT
+        cancelled = self._cancelled if free else ()
         if self._stopped or (cancelled and all(row.serial in cancelled for row in plan.rows)):
             raise _NobodyWaits
 
@@ -245,6 +257,8 @@ class Runner:
             plans = inputs.sampled[low : low + step]
             last = hidden.index_select(0, inputs.last_index[low : low + step])
             logits = self._model.logits(last)
+            if not self._samples:
+                continue
             states = [self._tables.state(plan) for plan in plans]
             live = [i for i, state in enumerate(states) if state is not None]
             candidates = [Candidate(plans[i], s) for i, s in enumerate(states) if s is not None]
@@ -266,7 +280,9 @@ class Runner:
                 high = low + 1
                 while high < min(end, low + step) and positions[high] == positions[high - 1] + 1:
                     high += 1
-                capture(row.serial, positions[low], self._model.logits(hidden[low:high]))
+                logits = self._model.logits(hidden[low:high])
+                if self._samples:
+                    capture(row.serial, positions[low], logits)
                 low = high
 
 

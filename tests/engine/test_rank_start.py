@@ -11,6 +11,7 @@ import torch
 
 from phloem.config import Config
 from phloem.core.errors import ConfigError, EngineDead
+from phloem.core.mesh import Mesh, ShardAxis
 from phloem.core.refs import make_ref
 from phloem.engine import ranks as ranks_module
 from phloem.engine.rank_messages import (
@@ -28,6 +29,7 @@ from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
 from phloem.pools import DevicePool
 from phloem.worker import Wire, packed
 
+OWNERS = ShardAxis(mesh=Mesh(cp=3), ranks_per_owner=1)
 SPEC = KVSpec(
     kind=AttentionKind.GQA,
     dtype=KVDtype.FP32,
@@ -63,7 +65,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> tuple[Ranks, dict[int, Wire]]:
         return ranks_module._Rank(Process(), Wire(one))  # type: ignore[arg-type]
 
     monkeypatch.setattr(ranks_module, "_spawn", spawn)
-    return Ranks(3, 1), theirs
+    return Ranks(OWNERS, 1), theirs
 
 
 def test_the_rank_with_the_least_memory_decides(played: tuple[Ranks, dict[int, Wire]]) -> None:
@@ -127,7 +129,7 @@ def test_ranks_that_are_killed_leave_no_descriptor_open(
 
     monkeypatch.setattr(ranks_module, "_spawn", spawn)
     before = len(os.listdir("/proc/self/fd"))
-    ranks = Ranks(3, 1)
+    ranks = Ranks(OWNERS, 1)
     if placed:
         ranks.place([PageLayout(SPEC, 30, 1)], (5,), max_running=3)
     ranks.kill()
@@ -140,7 +142,7 @@ def test_ranks_that_are_killed_leave_no_descriptor_open(
 def test_what_one_rank_writes_another_reads() -> None:
     """Through seats that have travelled as text: pages, sampled tokens, progress."""
     layout = PageLayout(SPEC, 4, 1)
-    seats = rank_seats(2, 1)
+    seats = rank_seats(ShardAxis(mesh=Mesh(cp=2), ranks_per_owner=1), 1)
     size_memory(seats[0], [layout], 3)
     places = [RankSeat.from_json(seat.to_json()).take() for seat in seats]
     pools = [

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from phloem.config.checkpoint import read_model_config
+from phloem.core.mesh import Mesh
 from phloem.engine.rank_seats import rank_seats, size_memory
 from phloem.worker import (
     LoadedWorker,
@@ -30,7 +31,10 @@ TOLD = ("dtype", "kv_dtype", "page_size", "num_pages", "max_running", "max_model
 
 
 def load_process_ranks(
-    path: Path, options: WorkerOptions, size: int, children: list[subprocess.Popen[bytes]]
+    path: Path,
+    options: WorkerOptions,
+    mesh: Mesh,
+    children: list[subprocess.Popen[bytes]],
 ) -> LoadedWorker:
     """As `load_local_ranks`, for models without windows; the processes are added to `children`, and
     end when the worker is closed."""
@@ -38,7 +42,7 @@ def load_process_ranks(
     specs = kv_specs(
         read_model_config(path), dtype=kv_dtype_of(options), page_size=options.page_size
     )
-    seats = rank_seats(size, 1)
+    seats = rank_seats(specs[0].shard_axis(mesh), 1)
     size_memory(seats[0], pool_layouts(specs, [options.num_pages]), options.max_running)
     told = {name: getattr(options, name) for name in (*TOLD, "kernels")}
     wires = []

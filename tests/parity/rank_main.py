@@ -33,13 +33,15 @@ if __name__ == "__main__":
         for _ in range(rng.choice((0, 0, 1, 50, 400))):
             os.sched_yield()
 
-    hooks = Hooks(on_layer=jitter, nan_fill=True)
+    # All ranks of a row compute the logits that rank 0 tells.
+    capture = None if seat.axis.mesh.cp_index(seat.progress.rank) else lambda *_: None
+    hooks = Hooks(on_layer=jitter, nan_fill=True, capture_logits=capture)
     options = WorkerOptions(hooks=hooks, inline=True, **json.loads(args.options))
     loaded = load_worker(Path(args.path), options, place=seat.take())
     assert isinstance(loaded.worker, InlineWorker)
     if options.kernels == "reference":  # as `exact.sum_row_by_row` asks for in the test's process
         sum_row_by_row(pytest.MonkeyPatch())
-    pages = (loaded.num_pages[0],) * seat.progress.size
+    pages = (loaded.num_pages[0],) * seat.axis.size
     state = CacheState(options.page_size, pages, host_pages=args.host_pages)
     wire = Wire(socket.socket(fileno=args.socket))
     failure = Follower(seat.progress.rank, wire, loaded, RecordReader(state)).serve()

@@ -31,7 +31,9 @@ import torch
 from phloem.cache import HostTier, PrefixCache, WindowConfig, check_invariants
 from phloem.cache.components import ABSENT
 from phloem.cache.state import CacheState
+from phloem.config.checkpoint import read_model_config
 from phloem.core.clock import MonotonicClock
+from phloem.core.mesh import Mesh
 from phloem.core.namespace import make_namespace
 from phloem.core.plan import PageTableUpdate, RowInit, RowPlan, StepPlan, StepResult
 from phloem.core.refs import slot_of
@@ -71,6 +73,7 @@ RELATIVE = 1e-4  # of the largest logit at the position, or of the largest eleme
 MAX_LEN = 512
 STORE_BYTES = 32 << 20
 NAMESPACE = make_namespace(model="tiny")
+ONE_RANK = Mesh()
 
 
 @functools.cache
@@ -85,7 +88,7 @@ def _load(
     num_pages: int,
     hooks: Hooks,
     *,
-    ranks: int = 1,
+    mesh: Mesh = ONE_RANK,
     replica: Callable[[int], Replica] | None = None,
     children: list[subprocess.Popen[bytes]] | None = None,
     **more: Any,
@@ -101,9 +104,9 @@ def _load(
         **more,
     )
     if children is not None:
-        return load_process_ranks(path, options, ranks, children)
-    if ranks > 1:
-        return load_local_ranks(path, options, ranks, replicas=replica)
+        return load_process_ranks(path, options, mesh, children)
+    if mesh.world > 1:
+        return load_local_ranks(path, options, mesh.cp, tp=mesh.tp, replicas=replica)
     return load_worker(path, options)
 
 
@@ -220,12 +223,16 @@ class Rig:
         checkpoint: int = 0,
         kernels: str = "auto",
         ranks: int = 1,
+        tp: int = 1,
         placement: str = "striped",
         processes: bool = False,
         kv_dtype: str = "auto",
     ) -> None:
-        """With `ranks`, threads of this process that share all these pages; or `processes`, of
-        which only rank 0 tells its logits, and which page it has made."""
+        """With `ranks`, threads of this process that share all these pages, each of `tp` parts; or
+        `processes`, of which only rank 0 tells its logits, and which page it has made."""
+        mesh = Mesh(tp=tp, cp=ranks)
+        if read_model_config(path).mla is not None:
+            ranks *= tp  # that own pages
         self.page_size = page_size
         self.versions = versions_of(path, page_size, kv_dtype)
         self._sequences: dict[int, bytearray] = {}  # tokens by serial
@@ -240,7 +247,7 @@ class Rig:
             page_size,
             num_pages // ranks,
             hooks,
-            ranks=ranks,
+            mesh=mesh,
             replica=self._replica,
             children=self._children if processes else None,
             inline=not overlap,
@@ -390,14 +397,15 @@ class Rig:
 
 
 class Cold:
-    """Answers and logits with nothing cached; remembered by sequence."""
+    """Answers and logits with nothing cached; remembered by sequence. `tp`: of a row of so many
+    ranks, whose sums differ from one rank's in their last bits."""
 
-    def __init__(self, path: Path, **options: Any) -> None:
-        self._path, self._options = path, options
+    def __init__(self, path: Path, *, tp: int = 1, **options: Any) -> None:
+        self._path, self._options, self._mesh = path, options, Mesh(tp=tp)
         self.continuation = functools.lru_cache(maxsize=None)(self._continuation)
         self.logits = functools.lru_cache(maxsize=None)(self._logits)
         shape = {"page_size": 16, "num_pages": MAX_LEN // 16 + 1, "prefix_cache": False}
-        self._rig = Rig(path, **shape, **options)
+        self._rig = Rig(path, tp=tp, **shape, **options)
 
     def answer(self, prompt: list[int], max_tokens: int) -> list[int]:
         """The greedy continuation."""
@@ -425,7 +433,7 @@ class Cold:
         num_pages = len(sequence) // page_size
         hooks = Hooks(nan_fill=True)
         options = {**self._options, "inline": True}
-        loaded = _load(self._path, page_size, num_pages + 1, hooks, **options)
+        loaded = _load(self._path, page_size, num_pages + 1, hooks, mesh=self._mesh, **options)
         components = range(len(loaded.specs))
         refs = np.arange(num_pages + 1, dtype=np.int64)
         tokens = tokens_to_bytes(sequence[: num_pages * page_size])

@@ -1,0 +1,154 @@
+"""Rows of ranks that divide a model, under the whole engine: every journey equals one cold rank.
+
+Ranks are threads. Freed pages are NaN, filled by whoever holds them; every rank's copy of the cache
+is compared with the leader's in every step.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from phloem.core.mesh import Mesh
+from phloem.kv.sizing import least_window_pages
+from phloem.tiers import TierConfig
+from tests.parity.conftest import Models, Windowed
+from tests.parity.exact import check_exact, sum_row_by_row
+from tests.parity.rig import Cold, Rig, check_all
+from tests.parity.test_dtypes import journey, shape_of
+from tests.parity.test_journeys import words
+from tests.parity.test_tiers import chat
+
+# (kind, tp, cp): "llama-tied" has 4 KV heads, and a head that is the embedding.
+MESHES = [
+    ("llama", 2, 1),
+    ("llama", 2, 2),
+    ("llama-tied", 4, 1),
+    ("llama-tied", 2, 2),
+    ("v3", 2, 1),
+    ("v3-halves", 2, 2),
+    ("v2-lite", 4, 1),
+]
+WAIT = TierConfig(prefetch_policy="wait_complete")
+
+
+@pytest.mark.parametrize(("kind", "tp", "cp"), MESHES, ids=str)
+def test_requests_that_come_and_go_over_a_small_pool(
+    models: Models, kind: str, tp: int, cp: int
+) -> None:
+    """Chunks, decodes and hits in one step, retractions and aborts."""
+    path, rng = models(kind), random.Random(f"{kind} {tp} {cp}")
+    cold = Cold(path)
+    with Rig(
+        path,
+        page_size=4,
+        num_pages=60,
+        max_prefill_tokens=20,
+        max_running=4,
+        ranks=cp,
+        tp=tp,
+    ) as rig:
+        heads = [words(rng.randrange(999), rng.randrange(5, 40)) for _ in range(3)]
+        names = []
+        for i in range(12):
+            names.append(
+                rig.add(rng.choice(heads) + words(i, rng.randrange(1, 20)), rng.randrange(1, 30))
+            )
+            for _ in range(rng.randrange(4)):
+                rig.loop.step()
+            if rng.random() < 0.2:
+                rig.loop.abort(rng.choice(names))
+        rig.loop.run_until_idle()
+        assert sum(answer.cached for answer in rig.answers.values()) > 0
+        assert rig.cache.leader.evicted_pages > 0
+        check_all(rig, cold)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "cp"), [("llama", 2, 1), ("llama-tied", 2, 2), ("v3", 2, 2)], ids=str
+)
+def test_what_one_mesh_has_stored_another_one_reads(
+    models: Models, tmp_path: Path, kind: str, tp: int, cp: int
+) -> None:
+    """Through host and storage, written by a mesh and read by one rank, and the other way round:
+    pages are whole ones, and name neither axis."""
+    path = models(kind)
+    cold = Cold(path)
+    for engine in (Mesh(tp=tp, cp=cp), Mesh(), Mesh(tp=2), Mesh(cp=2)):
+        with Rig(
+            path,
+            page_size=4,
+            num_pages=24,
+            host_pages=120,
+            ranks=engine.cp,
+            tp=engine.tp,
+            store=tmp_path,
+            tiers=WAIT,
+        ) as rig:
+            chat(rig, 50, 6)
+            sources = [answer.sources for answer in rig.answers.values()]
+            assert sum(each.host for each in sources) > 0
+            if engine != Mesh(tp=tp, cp=cp):
+                assert sum(each.storage for each in sources) > 0
+            check_all(rig, cold)
+
+
+WINDOWS = [("mistral", 4, 2, 1), ("gemma3", 8, 2, 2), ("gpt_oss", 8, 2, 2), ("qwen2", 4, 2, 1)]
+
+
+@pytest.mark.parametrize(("family", "window", "tp", "cp"), WINDOWS, ids=str)
+def test_windows(windowed: Windowed, family: str, window: int, tp: int, cp: int) -> None:
+    """Tails go to the host and come back; sinks, output biases and post norms are whole."""
+    path, cold = windowed(family, window)
+    with Rig(
+        path,
+        page_size=4,
+        num_pages=40,
+        window_pages=cp * (least_window_pages(window, 4) + 2),
+        host_pages=160,
+        window_host_pages=80,
+        ranks=cp,
+        tp=tp,
+    ) as rig:
+        chat(rig, 50, 5)
+        check_all(rig, cold)
+
+
+EXACT = [
+    ("llama", "int8", 2, 1),
+    ("llama-tied", "fp8", 2, 2),
+    ("llama-tied", "fp4", 4, 1),
+    ("v3", "int8", 2, 2),
+    ("v3-yarn", "fp4", 2, 1),
+    ("gpt_oss", "bf16", 2, 1),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "tp", "cp"), EXACT, ids=str)
+def test_bytes_after_every_journey_are_those_of_the_row_that_computed_them(
+    models: Models,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    kind: str,
+    dtype: str,
+    tp: int,
+    cp: int,
+) -> None:
+    """To the last bit, in every page dtype: a cold row of the same tp, whose sums are the same."""
+    sum_row_by_row(monkeypatch)
+    path, shape = models(kind), shape_of(dtype, 4, 2)
+    cold = Cold(path, tp=tp, kernels="reference", kv_dtype=dtype)
+    shape |= {"host_pages": 80, "tiers": WAIT, "num_pages": 24}
+    with Rig(path, **shape, store=tmp_path, ranks=cp, tp=tp) as rig:
+        history = journey(rig, words(1, 14), 3)
+        assert sum(a.sources.device for a in rig.answers.values()) > 0
+        assert check_exact(rig, cold) > 0
+    with Rig(path, **shape, store=tmp_path, ranks=cp, tp=tp) as rig:
+        answer = rig.ask(history, 3)
+        assert answer.sources.storage > 0
+        rig.cache.evict(rig.cache.evictable_pages)
+        assert rig.ask(history + answer.tokens + words(99, 3), 2).sources.host > 0
+        assert check_exact(rig, cold) > 0
