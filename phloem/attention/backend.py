@@ -54,6 +54,20 @@ class AttentionBackend(Protocol, Generic[MetaT]):
         of the scores (N, H), fp32."""
         ...
 
+    # Queries that another rank computes. By default it does so as this one would.
+
+    def ask(self, layer: int, q: Tensor) -> Tensor:  # noqa: ARG002
+        """What another rank needs of queries q (n, H, D), which may have other heads' weights."""
+        return q
+
+    def partial_asked(self, layer: int, asked: Tensor, meta: MetaT) -> tuple[Tensor, Tensor]:
+        """`partial` of what another rank's `ask` gave."""
+        return self.partial(layer, asked, meta)
+
+    def answered(self, layer: int, part: Tensor) -> Tensor:  # noqa: ARG002
+        """What another rank's `partial_asked` gave, as `partial` gives it."""
+        return part
+
     def run(
         self,
         layer: int,

@@ -64,7 +64,8 @@ class MLAAttention(AttentionBackend[GatherPlan]):
     """Ragged prefill chunks and decodes over the rows of `buffer`, which has one side.
 
     `up[l]` (H * (nope + E), C) makes keys and values of layer l of its latents. `way`: None for the
-    cheaper one of each part.
+    cheaper one of each part. `own_heads`: other ranks have other heads, so what they are asked with
+    is absorbed queries, and what they answer are mixtures of latents.
     """
 
     def __init__(
@@ -76,9 +77,10 @@ class MLAAttention(AttentionBackend[GatherPlan]):
         up: Sequence[Tensor],
         scoring: Scoring,
         way: Way | None = None,
+        own_heads: bool = False,
     ) -> None:
         self._buffer, self._ops, self._mla, self._scoring = buffer, ops, mla, scoring
-        self._up, self._way = tuple(up), way
+        self._up, self._way, self._own_heads = tuple(up), way, own_heads
         self._planner = Planner(buffer, None)
 
     @property
@@ -106,13 +108,41 @@ class MLAAttention(AttentionBackend[GatherPlan]):
         return self._planner.plan_write(batch)
 
     def over(self, buffer: KVBuffer, layer: int) -> MLAAttention:
-        up, scoring = self._up[layer : layer + 1], self._scoring
-        return MLAAttention(buffer, self._ops, mla=self._mla, up=up, scoring=scoring, way=self._way)
+        return MLAAttention(
+            buffer,
+            self._ops,
+            mla=self._mla,
+            up=self._up[layer : layer + 1],
+            scoring=self._scoring,
+            way=self._way,
+            own_heads=self._own_heads,
+        )
 
     def partial(self, layer: int, q: Tensor, meta: GatherPlan) -> tuple[Tensor, Tensor]:
         """q (N, H, D): (N, H, E), and the log-sum-exp (N, H)."""
-        up = self._up[layer].view(q.shape[1], self._mla.up_dim, self._mla.kv_rank)
-        out = q.new_empty((*q.shape[:2], self._mla.v_dim))
+        return self._partial(layer, q, meta, self._heads(layer))
+
+    def ask(self, layer: int, q: Tensor) -> Tensor:
+        return self._absorb(q, self._heads(layer)) if self._own_heads else q
+
+    def partial_asked(self, layer: int, asked: Tensor, meta: GatherPlan) -> tuple[Tensor, Tensor]:
+        """With `own_heads` asked (n, H, C + R): (n, H, C), and the log-sum-exp."""
+        return self._partial(layer, asked, meta, None if self._own_heads else self._heads(layer))
+
+    def answered(self, layer: int, part: Tensor) -> Tensor:
+        up = self._heads(layer)
+        return self._values(part.to(up.dtype), up) if self._own_heads else part
+
+    def _heads(self, layer: int) -> Tensor:
+        """What makes keys and values of each head, (H, nope + E, C)."""
+        return self._up[layer].view(-1, self._mla.up_dim, self._mla.kv_rank)
+
+    def _partial(
+        self, layer: int, q: Tensor, meta: GatherPlan, up: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`up` None: q are absorbed queries, and latents are values."""
+        width = self._mla.kv_rank if up is None else self._mla.v_dim
+        out = q.new_empty((*q.shape[:2], width))
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         for chunk in meta.chunks:
             span = slice(chunk.first, chunk.first + chunk.count)
@@ -125,10 +155,13 @@ class MLAAttention(AttentionBackend[GatherPlan]):
             lse.index_copy_(0, decode.rows, part_lse)
         return out, lse
 
-    def _run_chunk(self, layer: int, q: Tensor, chunk: Chunk, up: Tensor) -> tuple[Tensor, Tensor]:
+    def _run_chunk(
+        self, layer: int, q: Tensor, chunk: Chunk, up: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """(H, n, E) of queries (n, H, D), part by part, merged by log-sum-exp, and that (H, n)."""
         count, heads = q.shape[:2]
-        total = q.new_zeros((heads, count, self._mla.v_dim))
+        width = self._mla.kv_rank if up is None else self._mla.v_dim
+        total = q.new_zeros((heads, count, width))
         lse = q.new_full((heads, count), -torch.inf, dtype=torch.float32)
         absorbed: Tensor | None = None
         for block in (chunk.own, *chunk.earlier):
@@ -136,7 +169,7 @@ class MLAAttention(AttentionBackend[GatherPlan]):
             own = block is chunk.own
             pairs = count * len(rows) // (2 if own else 1)
             way = self._way or cheaper_way(self._mla, queries=count, keys=len(rows), pairs=pairs)
-            if way is Way.ABSORBED or (own and chunk.bands):
+            if up is None or way is Way.ABSORBED or (own and chunk.bands):
                 absorbed = self._absorb(q, up) if absorbed is None else absorbed
                 if own:
                     found = list(self._attend_own(absorbed, rows, up, chunk))
@@ -154,19 +187,24 @@ class MLAAttention(AttentionBackend[GatherPlan]):
         """The rows of a run of tokens, (S, C + R)."""
         return self._ops.gather_kv(self._buffer, layer, block.index)[0, 0, block.low : block.high]
 
-    def _absorb(self, q: Tensor, up: Tensor) -> Tensor:
-        """Queries (N, H, D) in the space of rows, (N, H, C + R)."""
+    def _absorb(self, q: Tensor, up: Tensor | None) -> Tensor:
+        """Queries (N, H, D) in the space of rows, (N, H, C + R); without `up` they are there."""
+        if up is None:
+            return q
         q_nope, q_rope = torch.split(q, [self._mla.nope_dim, self._mla.rope_dim], dim=-1)
         keys = up[:, : self._mla.nope_dim].transpose(1, 2)  # (H, C, nope)
         return torch.cat((self._ops.heads_linear(q_nope, keys), q_rope), dim=-1)
 
-    def _values(self, mixed: Tensor, up: Tensor) -> Tensor:
-        """Mixtures of rows (N, H, C + R) as mixtures of values, (N, H, E)."""
+    def _values(self, mixed: Tensor, up: Tensor | None) -> Tensor:
+        """Mixtures of rows (N, H, C + R) as mixtures of values, (N, H, E); without `up`: of latents
+        (N, H, C)."""
         latents = mixed[..., : self._mla.kv_rank]
+        if up is None:
+            return latents
         return self._ops.heads_linear(latents, up[:, self._mla.nope_dim :])
 
     def _attend_own(
-        self, absorbed: Tensor, rows: Tensor, up: Tensor, chunk: Chunk
+        self, absorbed: Tensor, rows: Tensor, up: Tensor | None, chunk: Chunk
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Absorbed queries over the chunk's own tokens, and those of other ranks between them.
 
@@ -189,7 +227,7 @@ class MLAAttention(AttentionBackend[GatherPlan]):
         self,
         absorbed: Tensor,
         rows: Tensor,
-        up: Tensor,
+        up: Tensor | None,
         *,
         causal: bool = False,
         mask: Tensor | None = None,
@@ -229,7 +267,7 @@ class MLAAttention(AttentionBackend[GatherPlan]):
         return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
     def _run_decode(
-        self, layer: int, q: Tensor, decode: DecodeBatch, up: Tensor
+        self, layer: int, q: Tensor, decode: DecodeBatch, up: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """(B, H, E) of the batch's queries, and their log-sum-exp (B, H)."""
         batch = decode.rows.shape[0]

@@ -99,7 +99,7 @@ class QueryExchange:
         """Nothing travels before the queries are known."""
 
     def begin(self, layer: int, half: int, q: Tensor, plan: QueryPlan) -> Pending:  # noqa: ARG002
-        return _Asked(self._group, q, plan, self._pool.buffer.dtype)
+        return _Asked(self._group, self._backend.ask(layer, q), plan, self._pool.buffer.dtype)
 
     def finish(
         self,
@@ -114,13 +114,15 @@ class QueryExchange:
         assert isinstance(asked, _Asked), "what `begin` returned"
         asked.finish()
         received = asked.received.to(q.dtype)
-        part, part_lse = self._backend.partial(layer, received, plan.served)
-        answer = torch.cat((part.float(), part_lse[..., None]), dim=-1)  # (n, H, D + 1)
+        part, part_lse = self._backend.partial_asked(layer, received, plan.served)
+        answer = torch.cat((part.float(), part_lse[..., None]), dim=-1)  # (n, H, width + 1)
         shape = answer.shape[1:]
         answers = [answer.new_empty((len(index), *shape)) for index in plan.asks]
         self._group.begin_all_to_all(answers, _cut(answer, plan.bounds)).finish()
         for index, theirs in zip(plan.asks, answers, strict=True):
-            add_part(out, lse, index, theirs[..., :-1], theirs[..., -1])
+            add_part(
+                out, lse, index, self._backend.answered(layer, theirs[..., :-1]), theirs[..., -1]
+            )
         return out, lse
 
 

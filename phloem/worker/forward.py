@@ -128,25 +128,34 @@ def load_forward(
         on_progress=on_progress,
     )
     ops, own = make_ops(options.kernels), options.shard.config(config)
-    backends = _backends(own, pools, weights, ops)
+    backends = _backends(own, pools, weights, ops, own_heads=options.shard.count > 1)
     attention = LayeredAttention(backends, own.component_layers)
     model = Decoder(own, weights, ops=ops, num_positions=options.num_positions, row=options.row)
     return ForwardPass(options.kernels, model, attention, weights.num_bytes)
 
 
 def _backends(
-    config: ModelConfig, pools: Sequence[DevicePool], weights: DecoderWeights, ops: Ops
+    config: ModelConfig,
+    pools: Sequence[DevicePool],
+    weights: DecoderWeights,
+    ops: Ops,
+    *,
+    own_heads: bool,
 ) -> list[AttentionBackend[Any]]:
-    """Attention over each component's pages, in PyTorch; slow and obvious if `ops` are."""
+    """Attention over each component's pages, in PyTorch; slow and obvious if `ops` are.
+
+    `own_heads`: other ranks compute other heads.
+    """
     slow = ops.name == "reference"
     scoring = Scoring(config.score_scale, config.attn_softcap)
     if config.mla is not None:
         (pool,) = pools
         up = [layer.kv_up.weight for layer in weights.layers if layer.kv_up is not None]
         assert len(up) == config.num_layers, "every layer makes K and V of its latents"
+        latent: dict[str, Any] = {"mla": config.mla, "up": up, "scoring": scoring}
         if slow:
-            return [MLAReferenceAttention(pool.buffer, mla=config.mla, up=up, scoring=scoring)]
-        return [MLAAttention(pool.buffer, ops, mla=config.mla, up=up, scoring=scoring)]
+            return [MLAReferenceAttention(pool.buffer, **latent, own_heads=own_heads)]
+        return [MLAAttention(pool.buffer, ops, **latent, own_heads=own_heads)]
     return [
         ReferenceAttention(pool.buffer, scoring=scoring, window=window)
         if slow

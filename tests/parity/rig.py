@@ -37,6 +37,7 @@ from phloem.core.mesh import Mesh
 from phloem.core.namespace import make_namespace
 from phloem.core.plan import PageTableUpdate, RowInit, RowPlan, StepPlan, StepResult
 from phloem.core.refs import slot_of
+from phloem.core.remote import Remote
 from phloem.core.request import (
     CachedTokens,
     FinishReason,
@@ -227,6 +228,7 @@ class Rig:
         placement: str = "striped",
         processes: bool = False,
         kv_dtype: str = "auto",
+        remote: Remote = Remote.DIRECT,
     ) -> None:
         """With `ranks`, threads of this process that share all these pages, each of `tp` parts; or
         `processes`, of which only rank 0 tells its logits, and which page it has made."""
@@ -278,6 +280,7 @@ class Rig:
             max_running=max_running,
             max_prefill_tokens=max_prefill_tokens,
             overlap=overlap,
+            remote=remote,
         )
         self.clock = MonotonicClock()  # deadlines of storage are real; nothing else looks at it
         self._model_path = path

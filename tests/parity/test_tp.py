@@ -7,13 +7,19 @@ is compared with the leader's in every step.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from phloem.core.mesh import Mesh
+from phloem.core.mesh import Mesh, ShardAxis
+from phloem.core.remote import Remote
 from phloem.kv.sizing import least_window_pages
+from phloem.models.row import Row
 from phloem.tiers import TierConfig
+from phloem.worker.inputs import RankShare
+from tests.kernels.native_build import native_library
+from tests.models.checkpoints import make_model, make_windowed
 from tests.parity.conftest import Models, Windowed
 from tests.parity.exact import check_exact, sum_row_by_row
 from tests.parity.rig import Cold, Rig, check_all
@@ -21,22 +27,25 @@ from tests.parity.test_dtypes import journey, shape_of
 from tests.parity.test_journeys import words
 from tests.parity.test_tiers import chat
 
-# (kind, tp, cp): "llama-tied" has 4 KV heads, and a head that is the embedding.
+# (kind, tp, cp, way, kernels): "llama-tied" has 4 KV heads, and a head that is the embedding.
 MESHES = [
-    ("llama", 2, 1),
-    ("llama", 2, 2),
-    ("llama-tied", 4, 1),
-    ("llama-tied", 2, 2),
-    ("v3", 2, 1),
-    ("v3-halves", 2, 2),
-    ("v2-lite", 4, 1),
+    ("llama", 2, 1, "direct", "torch"),
+    ("llama", 2, 2, "gather_kv", "torch"),
+    ("llama-tied", 4, 1, "send_q", "torch"),
+    ("llama-tied", 2, 2, "direct", "torch"),
+    ("qwen3", 2, 2, "send_q", "torch"),
+    ("v3", 2, 1, "direct", "torch"),
+    ("v3-halves", 2, 2, "direct", "torch"),
+    ("v2-lite", 4, 1, "gather_kv", "torch"),
+    ("v3-yarn", 2, 1, "send_q", "torch"),
+    ("v3", 2, 2, "send_q", "torch"),
 ]
 WAIT = TierConfig(prefetch_policy="wait_complete")
 
 
-@pytest.mark.parametrize(("kind", "tp", "cp"), MESHES, ids=str)
+@pytest.mark.parametrize(("kind", "tp", "cp", "way", "kernels"), MESHES, ids=str)
 def test_requests_that_come_and_go_over_a_small_pool(
-    models: Models, kind: str, tp: int, cp: int
+    models: Models, kind: str, tp: int, cp: int, way: str, kernels: str
 ) -> None:
     """Chunks, decodes and hits in one step, retractions and aborts."""
     path, rng = models(kind), random.Random(f"{kind} {tp} {cp}")
@@ -49,6 +58,8 @@ def test_requests_that_come_and_go_over_a_small_pool(
         max_running=4,
         ranks=cp,
         tp=tp,
+        remote=Remote(way),
+        kernels=kernels,
     ) as rig:
         heads = [words(rng.randrange(999), rng.randrange(5, 40)) for _ in range(3)]
         names = []
@@ -152,3 +163,62 @@ def test_bytes_after_every_journey_are_those_of_the_row_that_computed_them(
         rig.cache.evict(rig.cache.evictable_pages)
         assert rig.ask(history + answer.tokens + words(99, 3), 2).sources.host > 0
         assert check_exact(rig, cold) > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "cp", "way"),
+    [("llama", 1, "direct"), ("gemma3", 2, "gather_kv"), ("gpt_oss", 2, "direct")],
+)
+def test_native_kernels_compute_a_part_of_a_layer(
+    tmp_path: Path, kind: str, cp: int, way: str
+) -> None:
+    """An MLP wide enough that half of it is whole panels; biases and post norms come once."""
+    native_library()
+    if kind == "llama":
+        make_model(kind, intermediate_size=128).save_pretrained(tmp_path)
+    else:
+        make_windowed(kind, tmp_path, window=8, intermediate_size=128)
+    cold = Cold(tmp_path)
+    windows = {} if kind == "llama" else {"window_pages": 30, "window_host_pages": 80}
+    with Rig(
+        tmp_path,
+        page_size=4,
+        num_pages=40,
+        host_pages=160,
+        ranks=cp,
+        tp=2,
+        kernels="native",
+        remote=Remote(way),
+        **windows,
+    ) as rig:
+        chat(rig, 40, 4)
+        check_all(rig, cold)
+
+
+def test_a_summand_that_is_left_out_is_noticed(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the tests above would miss if they compared too little."""
+    monkeypatch.setattr(Row, "add_up", lambda _self, summand: summand)
+    with Rig(models("llama"), page_size=4, num_pages=40, tp=2) as rig:
+        rig.ask(words(1, 20), 3)
+        with pytest.raises(AssertionError):
+            check_all(rig, Cold(models("llama")))
+
+
+def test_a_latent_that_nobody_writes_is_noticed(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank of a row believes that the pages of the other one are its own."""
+    own = RankShare.of_owner
+
+    def swapped(owner: int, axis: ShardAxis, pages: int) -> RankShare:
+        share = own(owner, axis, pages)
+        assert share.kept is not None
+        return replace(share, kept=(share.kept[1], share.kept[1] + pages))
+
+    monkeypatch.setattr(RankShare, "of_owner", swapped)
+    with Rig(models("v3"), page_size=4, num_pages=40, tp=2) as rig:
+        rig.ask(words(1, 20), 3)
+        with pytest.raises(AssertionError):
+            check_all(rig, Cold(models("v3")))
