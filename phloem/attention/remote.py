@@ -23,6 +23,7 @@ from phloem.attention.backend import AttentionBackend
 from phloem.attention.batch import RaggedBatch
 from phloem.attention.held import held_part
 from phloem.attention.layered import LayeredAttention
+from phloem.attention.own_part import OwnPart
 from phloem.attention.remote_pages import HALVES, PageExchange, PagePlan, RankPool
 from phloem.attention.remote_queries import QueryExchange, add_part
 from phloem.core.group import Group, Pending
@@ -164,10 +165,10 @@ class RemoteAttention:
 
 @dataclass(frozen=True, slots=True)
 class _PagesPlan:
-    """`own`: over this rank's pages, of all tokens; `remote`: over the staged ones, of `index`."""
+    """`own`: over this rank's pages; `remote`: over the staged ones, of `index`."""
 
     pages: PagePlan
-    own: Any
+    own: OwnPart
     remote: Any
     index: Tensor
 
@@ -192,7 +193,8 @@ class _Pages:
         remote = held_part(mine, pages.holds, pages.staged)
         index = torch.from_numpy(remote.index).to(pool.buffer.data.device)
         staged = self._backend.over(self._exchange.staging(0), 0)
-        return _PagesPlan(pages, self._backend.plan(own.batch), staged.plan(remote.batch), index)
+        here = OwnPart.of(self._backend, own, mine.num_tokens, index.device)
+        return _PagesPlan(pages, here, staged.plan(remote.batch), index)
 
     def fetch(self, layer: int, half: int, plan: _PagesPlan) -> Pending:
         return self._exchange.begin(layer, half, plan.pages.cached)
@@ -203,7 +205,7 @@ class _Pages:
     def finish(
         self, layer: int, half: int, q: Tensor, plan: _PagesPlan, flights: Sequence[Pending]
     ) -> tuple[Tensor, Tensor]:
-        out, lse = self._backend.partial(layer, q, plan.own)  # while the others' pages arrive
+        out, lse = plan.own.partial(self._backend, layer, q)  # while the others' pages arrive
         for flight in flights:
             flight.finish()
         if len(plan.index):

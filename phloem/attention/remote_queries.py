@@ -18,6 +18,7 @@ from torch import Tensor
 from phloem.attention.backend import AttentionBackend
 from phloem.attention.batch import RaggedBatch
 from phloem.attention.held import held_part, join_held
+from phloem.attention.own_part import OwnPart
 from phloem.attention.remote_pages import RankPool
 from phloem.core.group import Group, Pending
 from phloem.kernels import merge_partials
@@ -41,13 +42,13 @@ class QueryPlan:
     """`asks[r]`: this rank's tokens whose queries rank r gets; `bounds`: those of rank r are
     bounds[r] ... bounds[r + 1] - 1 of what this rank computes for others, by the plan `served`.
 
-    `own`: over this rank's pages, of all its tokens.
+    `own`: over this rank's pages.
     """
 
     asks: tuple[Tensor, ...]
     bounds: tuple[int, ...]
     served: Any
-    own: Any
+    own: OwnPart
 
 
 class _Asked:
@@ -92,7 +93,7 @@ class QueryExchange:
             asks=tuple(asks),
             bounds=tuple(bounds),
             served=self._backend.plan(join_held(served, mine.page_size)),
-            own=self._backend.plan(own.batch),
+            own=OwnPart.of(self._backend, own, mine.num_tokens, device),
         )
 
     def fetch(self, layer: int, half: int, plan: QueryPlan) -> None:
@@ -109,7 +110,7 @@ class QueryExchange:
         plan: QueryPlan,
         flights: Sequence[Pending],
     ) -> tuple[Tensor, Tensor]:
-        out, lse = self._backend.partial(layer, q, plan.own)  # while the others' queries arrive
+        out, lse = plan.own.partial(self._backend, layer, q)  # while the others' queries arrive
         (asked,) = flights
         assert isinstance(asked, _Asked), "what `begin` returned"
         asked.finish()
