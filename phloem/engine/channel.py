@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import cast
 
+from phloem.core.frames import FrameReader
 from phloem.engine import messages as msg
 
 __all__ = ["Channel"]
@@ -16,7 +17,7 @@ class Channel(asyncio.Protocol):
 
     def __init__(
         self,
-        frames: msg.FrameReader,
+        frames: FrameReader,
         on_message: Callable[[msg.ToFront], None],
         on_closed: Callable[[], None],
     ) -> None:

@@ -25,6 +25,7 @@ import traceback
 from typing import TypeAlias
 
 from phloem.core.errors import ConfigError, EngineDead, UserError
+from phloem.core.frames import FrameReader
 from phloem.core.request import GenerateRequest, OutputChunk
 from phloem.engine import messages as msg
 from phloem.engine.commands import CommandReply
@@ -57,7 +58,7 @@ class _Stop(Exception):
 
 def _read_forever(sock: socket.socket, inbox: _Inbox) -> None:
     """Body of the reader thread: never blocks the parent, whatever the loop is doing."""
-    frames = msg.FrameReader()
+    frames = FrameReader()
     with contextlib.suppress(ConnectionError):
         while data := sock.recv(_RECV_BYTES):
             for body in frames.feed(data):

@@ -1,16 +1,16 @@
-"""What travels between the front process and the engine process, and how it is framed.
+"""What travels between the front process and the engine process: frames of MessagePack.
 
-A frame is a little-endian uint32 length and that many bytes of MessagePack. Nothing is pickled.
+Nothing is pickled.
 """
 
 from __future__ import annotations
 
-import struct
 from typing import TypeAlias
 
 import msgspec
 
 from phloem.config import Config
+from phloem.core.frames import framed
 from phloem.core.request import GenerateRequest, OutputChunk
 from phloem.core.stats import EngineStats
 from phloem.engine.commands import Command, CommandReply
@@ -22,7 +22,6 @@ __all__ = [
     "Failed",
     "Flush",
     "Flushed",
-    "FrameReader",
     "Loading",
     "Operate",
     "Operated",
@@ -140,7 +139,6 @@ class Operated(msgspec.Struct, tag=True, frozen=True):
 ToEngine: TypeAlias = Start | Add | Abort | Flush | Stats | Operate | Shutdown
 ToFront: TypeAlias = Loading | Ready | Failed | Outputs | Refused | Flushed | StatsReply | Operated
 
-_LENGTH = struct.Struct("<I")
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _TO_FRONT: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
@@ -148,8 +146,7 @@ _TO_FRONT: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
 
 def frame(message: ToEngine | ToFront) -> bytes:
     """A message as it goes over the wire."""
-    body = _ENCODER.encode(message)
-    return _LENGTH.pack(len(body)) + body
+    return framed(_ENCODER.encode(message))
 
 
 def decode_to_engine(body: bytes | memoryview) -> ToEngine:
@@ -158,26 +155,3 @@ def decode_to_engine(body: bytes | memoryview) -> ToEngine:
 
 def decode_to_front(body: bytes | memoryview) -> ToFront:
     return _TO_FRONT.decode(body)
-
-
-class FrameReader:
-    """Cuts a byte stream into frames, however it arrives."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """The bodies of all frames that are complete now, in order."""
-        buffer = self._buffer
-        buffer += data
-        bodies: list[bytes] = []
-        start = 0
-        while len(buffer) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(buffer, start)
-            end = start + _LENGTH.size + length
-            if end > len(buffer):
-                break
-            bodies.append(bytes(buffer[start + _LENGTH.size : end]))
-            start = end
-        del buffer[:start]
-        return bodies

@@ -13,6 +13,7 @@ import sys
 
 from phloem.config import Config, ServerOptions
 from phloem.core.errors import ConfigError, EngineDead
+from phloem.core.frames import FrameReader
 from phloem.engine import messages as msg
 from phloem.engine.core import OnLoad
 from phloem.engine.heartbeat import Heartbeat
@@ -33,7 +34,7 @@ class EngineProcess:
         """Start the child; it waits for `start`."""
         self.heartbeat = Heartbeat.create()
         self.sock, theirs = socket.socketpair()
-        self.frames = msg.FrameReader()
+        self.frames = FrameReader()
         self._failure: str | None = None
         fds = (theirs.fileno(), self.heartbeat.fd)
         # The child finds modules exactly where this process does; with -m alone it would first

@@ -1,6 +1,6 @@
 """What travels between the leader and the other ranks, and how: whole messages over a stream.
 
-    leader --Step, Cancel, Load, Swap--> rank     a frame: little-endian uint32 length, MessagePack
+    leader --Step, Cancel, Load, Swap--> rank     frames (`core.frames`) of MessagePack
     leader <--Done, Loaded, Failed------ rank
 
 One `Step` per step is all that a leader must send; nobody answers it but with `Done`.
@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
+from phloem.core.frames import FrameReader, framed
 from phloem.core.plan import StepPlan, StepResult
 
 __all__ = [
@@ -34,7 +35,6 @@ __all__ = [
     "packed",
 ]
 
-_LENGTH = struct.Struct("<I")
 _RECV_BYTES = 1 << 16
 # A rank reads what it is sent at once, on a thread that does nothing else.
 SEND_PATIENCE_S = 30
@@ -105,8 +105,7 @@ _UP: msgspec.msgpack.Decoder[Up] = msgspec.msgpack.Decoder(Up, dec_hook=_array)
 
 def packed(message: msgspec.Struct) -> bytes:
     """A message as it travels."""
-    body = _ENCODER.encode(message)
-    return _LENGTH.pack(len(body)) + body
+    return framed(_ENCODER.encode(message))
 
 
 class Wire:
@@ -120,7 +119,7 @@ class Wire:
         limit = struct.pack("ll", SEND_PATIENCE_S, 0)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._sending = threading.Lock()
-        self._buffer = bytearray()  # what was received and is no whole message yet
+        self._frames = FrameReader()
         self.sent = 0
 
     def send(self, frame: bytes) -> None:
@@ -139,20 +138,15 @@ class Wire:
 
     def frames(self) -> Iterator[bytes]:
         """The bodies of messages, until the other end closes."""
-        buffer = self._buffer
+        frames = self._frames
         with contextlib.suppress(OSError):
             while True:
-                while len(buffer) >= _LENGTH.size:
-                    end = _LENGTH.size + _LENGTH.unpack_from(buffer)[0]
-                    if end > len(buffer):
-                        break
-                    body = bytes(buffer[_LENGTH.size : end])
-                    del buffer[:end]
+                while (body := frames.take()) is not None:
                     yield body
                 data = self._sock.recv(_RECV_BYTES)
                 if not data:
                     return
-                buffer += data
+                frames.add(data)
 
     def shut(self) -> None:
         """Say that nothing more will be sent or read: both ends' readers end. Any thread."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 
 import pytest
 
@@ -67,18 +66,6 @@ def test_messages_to_the_engine_survive_the_wire(message: msg.ToEngine) -> None:
 )
 def test_messages_to_the_front_survive_the_wire(message: msg.ToFront) -> None:
     assert msg.decode_to_front(msg.frame(message)[4:]) == message
-
-
-def test_frames_arrive_whole_however_the_stream_is_cut() -> None:
-    rng = random.Random(0)
-    bodies = [bytes(rng.choices(range(256), k=rng.choice([0, 1, 5, 300]))) for _ in range(200)]
-    stream = b"".join(len(body).to_bytes(4, "little") + body for body in bodies)
-    reader, found = msg.FrameReader(), []
-    while stream:
-        size = rng.choice([1, 2, 3, 7, 500])
-        found += reader.feed(stream[:size])
-        stream = stream[size:]
-    assert found == bodies
 
 
 def test_values_are_checked_again_on_the_other_side() -> None:
