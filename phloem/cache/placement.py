@@ -22,8 +22,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
+from phloem.cache.window import WindowConfig
 from phloem.core.errors import ConfigError
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "Striped",
     "make_placement",
     "num_displaced",
+    "placed_pools",
     "settle",
     "take_pages",
     "take_shares",
@@ -163,6 +166,15 @@ def make_placement(name: str) -> PlacementPolicy:
         known = ", ".join(sorted(PLACEMENTS))
         raise ConfigError(f"unknown placement {name!r}; known: {known}")
     return factory()
+
+
+def placed_pools(
+    policy: PlacementPolicy, num_pages: tuple[int, ...], window: WindowConfig | None
+) -> tuple[tuple[int, ...], WindowConfig | None]:
+    """The pools that pages of both kinds are allocated from, given those of each rank."""
+    if window is not None:
+        window = replace(window, pages=policy.pools(window.pages))
+    return policy.pools(num_pages), window
 
 
 def num_displaced(num_pages: int, free: Sequence[int], start: int, step: int) -> int:

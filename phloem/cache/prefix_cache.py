@@ -17,7 +17,7 @@ from phloem.cache.host_ledger import HostTier
 from phloem.cache.leader import Leader
 from phloem.cache.match import Match
 from phloem.cache.node import REF_BYTES, REF_DTYPE
-from phloem.cache.placement import Replicate, make_placement
+from phloem.cache.placement import Replicate, make_placement, placed_pools
 from phloem.cache.reservation import Reservation
 from phloem.cache.state import CacheState
 from phloem.cache.window import WindowConfig
@@ -64,9 +64,7 @@ class PrefixCache:
         policy = make_placement(placement)
         self.num_ranks = len(num_pages)
         self.replicates = isinstance(policy, Replicate)
-        num_pages = policy.pools(num_pages)
-        if window is not None:
-            window = replace(window, pages=policy.pools(window.pages))
+        num_pages, window = placed_pools(policy, num_pages, window)
         self.page_size = page_size
         self.num_pages = num_pages
         self.enabled = enabled

@@ -21,9 +21,8 @@ import socket
 import threading
 import time
 import traceback
-from dataclasses import replace
 
-from phloem.cache.placement import make_placement
+from phloem.cache.placement import make_placement, placed_pools
 from phloem.cache.state import CacheState
 from phloem.config import Config
 from phloem.core.errors import ConfigError, EngineDead
@@ -111,16 +110,12 @@ class RankProcess:
 def _replica(config: Config, pools: Pools) -> RecordReader:
     """This rank's copy of the cache, as the leader's begins."""
     page_size, num_owners = config.page_size, pools.axis.size
-    placement = make_placement(config.parallel.placement)
-    window = window_config(pools.window, num_owners=num_owners, page_size=page_size)
-    if window is not None:
-        window = replace(window, pages=placement.pools(window.pages))
-    state = CacheState(
-        page_size,
-        placement.pools((pools.device[0],) * num_owners),
-        host_pages=pools.host[0],
-        window=window,
+    num_pages, window = placed_pools(
+        make_placement(config.parallel.placement),
+        (pools.device[0],) * num_owners,
+        window_config(pools.window, num_owners=num_owners, page_size=page_size),
     )
+    state = CacheState(page_size, num_pages, host_pages=pools.host[0], window=window)
     return RecordReader(state)
 
 

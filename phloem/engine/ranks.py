@@ -62,6 +62,9 @@ class Ranks:
         try:
             for rank, seat in enumerate(seats[1:], 1):
                 self._ranks[rank] = _spawn(rank, seat)
+        except BaseException:  # no process, and no seat
+            self.kill()
+            raise
         finally:
             for seat in seats[1:]:
                 seat.close()
@@ -149,12 +152,17 @@ def _spawn(rank: int, seat: RankSeat) -> _Rank:
     search = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     command = [sys.executable, "-P", "-m", "phloem.engine.rank_process"]
     command += ["--socket", str(theirs.fileno()), "--seat", seat.to_json()]
-    with theirs:
+    try:
         process = subprocess.Popen(
             command,
             pass_fds=(theirs.fileno(), *seat.fds),
             stdin=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": search},
         )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
     logger.debug("rank %d is process %d", rank, process.pid)
     return _Rank(process, Wire(ours))

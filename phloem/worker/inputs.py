@@ -15,7 +15,7 @@ from phloem.core.plan import RowPlan, StepPlan
 from phloem.kv.sizing import pages_for_tokens
 from phloem.worker.rows import RowTables
 
-__all__ = ["RankShare", "StepInputs", "build_inputs"]
+__all__ = ["RankShare", "StepInputs", "build_batches", "build_inputs"]
 
 _Ints = npt.NDArray[np.int64]
 
@@ -111,9 +111,7 @@ def build_inputs(
     of them, perhaps nothing; None: everything.
     """
     parts = _parts(plan, tables, page_size, share)
-    batches = _batches(parts, tables, page_size, window)
-    if share is not None and share.kept is not None:
-        batches = tuple(_kept(batch, *share.kept) for batch in batches)
+    batches = _batches(parts, tables, page_size, window, share)
     ids = [part.tokens(tables) for part in parts]
     last = [part.first + part.count - 1 for part in parts if part.samples]
     return StepInputs(
@@ -126,6 +124,19 @@ def build_inputs(
     )
 
 
+def build_batches(
+    plan: StepPlan,
+    tables: RowTables,
+    *,
+    page_size: int,
+    window: int | None = None,
+    share: RankShare,
+) -> tuple[RaggedBatch, ...]:
+    """`StepInputs.batches` alone: what other ranks need to know of what one computes."""
+    parts = _parts(plan, tables, page_size, share)
+    return _batches(parts, tables, page_size, window, share)
+
+
 def _kept(batch: RaggedBatch, low: int, high: int) -> RaggedBatch:
     """The same, of which only pages low ... high - 1 are written."""
     slots = batch.token_slots()
@@ -133,13 +144,19 @@ def _kept(batch: RaggedBatch, low: int, high: int) -> RaggedBatch:
 
 
 def _batches(
-    parts: list[_Part], tables: RowTables, page_size: int, window: int | None
+    parts: list[_Part],
+    tables: RowTables,
+    page_size: int,
+    window: int | None,
+    share: RankShare | None,
 ) -> tuple[RaggedBatch, ...]:
-    full = RaggedBatch(tuple(_full(part, tables, page_size) for part in parts), page_size)
-    if window is None:
-        return (full,)
-    spans = tuple(_window(part, tables, page_size, window) for part in parts)
-    return full, RaggedBatch(spans, page_size)
+    batches = [RaggedBatch(tuple(_full(part, tables, page_size) for part in parts), page_size)]
+    if window is not None:
+        spans = tuple(_window(part, tables, page_size, window) for part in parts)
+        batches.append(RaggedBatch(spans, page_size))
+    if share is not None and share.kept is not None:
+        batches = [_kept(batch, *share.kept) for batch in batches]
+    return tuple(batches)
 
 
 def _parts(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phloem.attention import LayeredAttention
+from phloem.attention import LayeredAttention, RaggedBatch
 from phloem.attention.choice import AttentionChoice, PlannedAttention
 from phloem.core.plan import RowPlan, RowResult, StepPlan, StepResult
 from phloem.core.refs import owners_of
@@ -22,7 +22,7 @@ from phloem.core.remote import Remote
 from phloem.core.transfer import LayerGate
 from phloem.models import Forward
 from phloem.pools import DevicePool
-from phloem.worker.inputs import RankShare, StepInputs, build_inputs
+from phloem.worker.inputs import RankShare, StepInputs, build_batches, build_inputs
 from phloem.worker.layer_waits import LayerWaits
 from phloem.worker.memory import logits_rows_per_pass
 from phloem.worker.peers import Peers, RankPlace
@@ -172,15 +172,27 @@ class Runner:
             return RankShare(place.owner, pages, place.axis.size)
         return RankShare.of_owner(place.owner if owner is None else owner, place.axis, pages)
 
-    def _inputs(self, plan: StepPlan, owner: int | None = None) -> StepInputs:
-        """What this rank computes of a plan, or that of another owner."""
+    def _inputs(self, plan: StepPlan) -> StepInputs:
+        """What this rank computes of a plan."""
         return build_inputs(
             plan,
             self._tables,
             page_size=self._page_size,
             window=self._model.config.window,
             device=self._model.device,
-            share=self._share(owner),
+            share=self._share(None),
+        )
+
+    def _batches_of(self, plan: StepPlan, owner: int) -> tuple[RaggedBatch, ...]:
+        """What another owner's ranks compute of it."""
+        share = self._share(owner)
+        assert share is not None, "there are others"
+        return build_batches(
+            plan,
+            self._tables,
+            page_size=self._page_size,
+            window=self._model.config.window,
+            share=share,
         )
 
     def _remote(self, plan: StepPlan) -> Remote:
@@ -219,7 +231,7 @@ class Runner:
         assert self._choice is not None, "pages cannot travel: this rank is in no group"
         assert self._place is not None, "ranks of a group are peers"
         shares = [
-            inputs.batches if owner == self._place.owner else self._inputs(plan, owner).batches
+            inputs.batches if owner == self._place.owner else self._batches_of(plan, owner)
             for owner in range(self._place.axis.size)
         ]
         return self._choice.plan(plan.remote, shares, ahead=not plan.loads)

@@ -139,6 +139,26 @@ def test_ranks_that_are_killed_leave_no_descriptor_open(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_rank_that_cannot_be_started_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 2 of 3: rank 1 is killed, and rank 0's seat is given back."""
+    started: list[Process] = []
+
+    def popen(*_args: Any, **_more: Any) -> Process:
+        if started:
+            raise OSError("no more processes")
+        started.append(Process())
+        return started[0]
+
+    monkeypatch.setattr(ranks_module.subprocess, "Popen", popen)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="no more processes"):
+        Ranks(3, 1)
+    assert started[0].killed
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_what_one_rank_writes_another_reads() -> None:
     """Through seats that have travelled as text: pages, sampled tokens, progress."""
     layout = PageLayout(SPEC, 4, 1)
