@@ -48,6 +48,7 @@ class RankBuild:
                 log=log.take,
                 on_failure=hooks.wake,
                 end_of=self.ranks.end_of,
+                moved=self.place.peers.moved,
                 reap=self.ranks.reap,
             )
         )

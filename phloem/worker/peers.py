@@ -48,6 +48,13 @@ class Peers:
         """Call `on_move` now and then while this rank waits for others that go on."""
         self._board.on_move = on_move
 
+    def moved(self, rank: int) -> object:
+        """Differs from what it was as long as `rank` goes on. Any thread may ask."""
+        try:
+            return self._board.read(rank)
+        except ValueError:  # released: this rank has left meanwhile
+            return None
+
     def begin(self, step: int) -> None:
         """Return when every rank has finished the step before. GroupError if one will not."""
         assert step > self._last_step, f"step {step} after step {self._last_step}"

@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 
 # Who is to blame is known at once where the rank can say so itself; so long it may take.
 _BLAME_S = 2.0
+# Who waits for the end of a step looks so often whether the ranks that are late move at all.
+_LOOK_S = 1.0
+# A rank that waits for a hung one stands still as well: it says so before it is taken for hung.
+_HUNG_S = PATIENCE_S + 10.0
 
 
 def _no_log() -> tuple[bytes, str | None]:
@@ -42,6 +46,11 @@ def _gone(_rank: int) -> str:
     return "its connection has closed"
 
 
+def _unseen(_rank: int) -> object:
+    """Nobody can tell how far it is."""
+    return None
+
+
 Log = Callable[[], tuple[bytes, str | None]]
 
 
@@ -51,13 +60,15 @@ class RankHooks:
 
     `log`: the commands since its last call, and the digest of the state after them where it is time
     to compare. `on_failure`: called from any thread when a rank has failed, also where no step is
-    in flight. `end_of(rank)`: how a rank that is gone came to its end. `reap`: called once all have
-    been told to end; no rank lives on when it returns.
+    in flight. `end_of(rank)`: how a rank that is gone came to its end. `moved(rank)`: differs from
+    what it was as long as the rank goes on. `reap`: called once all have been told to end; no rank
+    lives on when it returns.
     """
 
     log: Log = _no_log
     on_failure: Callable[[], None] = _unnoticed
     end_of: Callable[[int], str] = _gone
+    moved: Callable[[int], object] = _unseen
     reap: Callable[[], None] = _unnoticed
 
 
@@ -69,8 +80,11 @@ class RankedWorker:
         own: TorchWorker | InlineWorker,
         wires: Sequence[Wire],
         hooks: RankHooks | None = None,
+        *,
+        patience_s: float = _HUNG_S,
     ) -> None:
-        self._own = own
+        """`patience_s`: a rank has hung that neither moves nor reports for so long."""
+        self._own, self._patience_s = own, patience_s
         self._wires = {rank: wire for rank, wire in enumerate(wires, 1)}
         self._hooks = hooks or RankHooks()
         self._plans: deque[StepPlan] = deque()  # in flight
@@ -81,6 +95,7 @@ class RankedWorker:
         self._hearsay: dict[int, str] = {}  # what a rank says of others; then it leaves
         self._loaded: dict[int, str | None] = {}  # errors of those that have answered `Load`
         self._closing = False
+        self._since: dict[int, tuple[object, float]] = {}  # where a rank stands, and since when
         self._readers = [
             threading.Thread(
                 target=self._read, args=pair, name=f"phloem-from{pair[0]}", daemon=True
@@ -132,8 +147,26 @@ class RankedWorker:
                 return True  # although the leader's own worker may wait for the rank still
         if not self._own.wait(timeout_s):
             return False
+        return self._all_done(self._plans[0].step, max(0.0, deadline_s - time.monotonic()))
+
+    def _all_done(self, step: int, timeout_s: float) -> bool:
+        """Whether `collect` need not wait for another rank, now or after `timeout_s`."""
         with self._changed:
-            return self._changed.wait_for(self._settled, max(0.0, deadline_s - time.monotonic()))
+            if not self._changed.wait_for(self._settled, timeout_s):
+                self._look(step)
+            return self._settled()
+
+    def _look(self, step: int) -> None:
+        """This rank has ended its part of `step`: who has not, and does not move, has hung."""
+        now_s = time.monotonic()
+        for rank in [rank for rank, results in self._done.items() if not results]:
+            stands = step, self._hooks.moved(rank)
+            before, since_s = self._since.get(rank, (None, now_s))
+            if before != stands:
+                self._since[rank] = stands, now_s
+            elif now_s - since_s >= self._patience_s:
+                why = f"it has not ended step {step}, and not moved for {self._patience_s:g} s"
+                self._fail(rank, why)
 
     def collect(self) -> StepResult:
         """See `Worker.collect`. Raises EngineDead, which names the rank, if one has failed."""
@@ -144,10 +177,8 @@ class RankedWorker:
         except GroupError:
             self._check()
             raise
-        with self._changed:
-            if not self._changed.wait_for(self._settled, PATIENCE_S):
-                late = next(rank for rank, results in self._done.items() if not results)
-                raise EngineDead(f"rank {late} does not report the end of step {plan.step}")
+        while not self._all_done(plan.step, _LOOK_S):
+            pass
         self._check()
         with self._changed:
             results = [own, *(results.popleft() for results in self._done.values())]

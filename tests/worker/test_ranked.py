@@ -69,13 +69,14 @@ class Own:
 class Rig:
     """A worker of three ranks."""
 
-    def __init__(self, **hooks) -> None:
+    def __init__(self, *, patience_s: float = 120.0, **hooks) -> None:
         pairs = [socket.socketpair() for _ in range(2)]
         self.own = Own()
         self.ranks = {rank: Wire(theirs) for rank, (_, theirs) in enumerate(pairs, 1)}
         self.down = {rank: wire.down() for rank, wire in self.ranks.items()}
         self.failed = threading.Event()
-        self.worker = RankedWorker(self.own, [Wire(ours) for ours, _ in pairs])
+        wires = [Wire(ours) for ours, _ in pairs]
+        self.worker = RankedWorker(self.own, wires, patience_s=patience_s)
         self.worker.connect(RankHooks(on_failure=self.failed.set, **hooks))
 
     def report(self, rank: int, message: Done | Failed) -> None:
@@ -208,6 +209,26 @@ def test_a_step_whose_rank_hangs_ends_when_a_later_one_misses_it(rig) -> None:
     assert rig.worker.wait(0.01)
     with pytest.raises(EngineDead, match=r"^rank 1 is late"):
         rig.worker.collect()
+
+
+def test_a_rank_that_hangs_in_the_last_step_of_all_is_named() -> None:
+    """Rank 1 alone computes, no step comes behind. Red if one that moves is given up, however long
+    it takes, or if one that stands still is waited for."""
+    places, moves = iter(range(1_000_000)), [True]
+    rig = Rig(patience_s=0.05, moved=lambda _rank: next(places) if moves[0] else -1)
+    rig.worker.submit(plan(7, row(0)))
+    rig.own.outcomes.append(result(7))
+    rig.report(2, Done(result(7)))
+    for _ in range(20):
+        assert not rig.worker.wait(0.01)
+    moves[0] = False
+    while not rig.worker.wait(0.01):
+        assert not rig.failed.is_set()
+    late = r"^rank 1 failed: it has not ended step 7, and not moved for 0.05 s$"
+    with pytest.raises(EngineDead, match=late):
+        rig.worker.collect()
+    assert rig.failed.is_set()
+    rig.worker.close()
 
 
 def test_a_rank_that_complains_and_leaves_is_not_the_one_that_failed(rig) -> None:
