@@ -13,6 +13,7 @@ from phloem.core.errors import ConfigError
 from phloem.engine.build_pools import Pools
 from phloem.engine.core import BuildHooks
 from phloem.engine.loop_core import LoopCore
+from phloem.engine.rank_talk import RankTalk
 from phloem.engine.ranks import Ranks
 from phloem.replica import RecordWriter
 from phloem.worker import LoadedWorker, RankedWorker, RankHooks, RankPlace, pool_layouts
@@ -27,7 +28,7 @@ DIGEST_EVERY = 1024
 class RankBuild:
     """Ranks on the way to the first step. `pools`: what all of them can have."""
 
-    ranks: Ranks
+    ranks: RankTalk
     pools: Pools
     place: RankPlace
 

@@ -1,4 +1,4 @@
-"""The other ranks as the leader sees them: started, loaded, watched and ended.
+"""The other ranks as the leader sees them: started, watched and ended.
 
 One process each. It ends by itself when its wire closes, so nothing is left behind however the
 leader ends; and a rank that dies closes its wire and its doorbells, which the leader and the others
@@ -7,7 +7,6 @@ see at once.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -17,22 +16,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-from phloem.config import Config
-from phloem.core.errors import ConfigError, EngineDead
 from phloem.core.mesh import ShardAxis
-from phloem.engine.rank_messages import (
-    RankHello,
-    RankPages,
-    RankReady,
-    RankStart,
-    ToRank,
-    receive,
-)
 from phloem.engine.rank_seats import RankSeat, rank_seats, size_memory
+from phloem.engine.rank_talk import RankTalk
 from phloem.kv.layout import PageLayout
-from phloem.worker import LoadedWorker, RankPlace, Wire, packed
+from phloem.worker import RankPlace, Wire
 
 __all__ = ["Ranks"]
 
@@ -41,8 +30,6 @@ logger = logging.getLogger(__name__)
 END_GRACE_S = 3.0  # a rank that runs gives up at its next layer
 _EXIT_S = 1.0  # from a closed wire to an exit status
 
-MessageT = TypeVar("MessageT")
-
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
@@ -50,7 +37,7 @@ class _Rank:
     wire: Wire
 
 
-class Ranks:
+class Ranks(RankTalk):
     """All ranks of a mesh but rank 0, whose seat is here. Owns the processes until `reap`."""
 
     def __init__(self, axis: ShardAxis, num_components: int) -> None:
@@ -71,49 +58,19 @@ class Ranks:
 
     @property
     def wires(self) -> list[Wire]:
-        """In order of rank, from rank 1 on; handed over with the first step."""
         return [rank.wire for rank in self._ranks.values()]
-
-    def start(self, config: Config, own_pages: Sequence[int]) -> tuple[int, ...]:
-        """Say what to load. The pages that every rank can have, this one (`own_pages`) included.
-
-        Raises ConfigError or EngineDead if a rank cannot.
-        """
-        self._tell(RankStart(config))
-        pages = [own_pages, *(self._await(rank, RankHello).pages for rank in self._ranks)]
-        return tuple(min(counts) for counts in zip(*pages, strict=True))
 
     def place(
         self, layouts: Sequence[PageLayout], host_pages: tuple[int, ...], max_running: int
     ) -> RankPlace:
-        """Give the shared memory its size, let the ranks load, and take rank 0's place."""
-        size_memory(self._own, layouts, max_running)
-        device = tuple(layout.num_pages for layout in layouts)
-        self._tell(RankPages(device, host_pages))
+        size_memory(self._own, layouts, max_running)  # before they map it
+        return super().place(layouts, host_pages, max_running)
+
+    def _take_place(self, max_running: int) -> RankPlace:  # noqa: ARG002 - its size is known
         self._place = self._own.take()
         return self._place
 
-    def wait_ready(self, own: LoadedWorker) -> None:
-        """Return when all have loaded what rank 0 has. Raises ConfigError or EngineDead if not."""
-        mine = RankReady(own.kernels, own.weight_bytes)
-        for rank in self._ranks:
-            theirs = self._await(rank, RankReady)
-            if theirs != mine:
-                raise ConfigError(f"rank {rank} has loaded {theirs}, but rank 0 {mine}")
-
-    def _tell(self, message: ToRank) -> None:
-        for each in self._ranks.values():
-            with contextlib.suppress(OSError):  # its end shows where it is waited for
-                each.wire.send(packed(message))
-
-    def _await(self, rank: int, kind: type[MessageT]) -> MessageT:
-        message = receive(self._ranks[rank].wire, kind)
-        if message is None:
-            raise EngineDead(f"rank {rank} failed while it was loading: {self.end_of(rank)}")
-        return message
-
     def end_of(self, rank: int) -> str:
-        """How a rank whose wire has closed came to its end. Waits a moment for it."""
         process = self._ranks[rank].process
         try:
             code = process.wait(_EXIT_S)
@@ -135,7 +92,6 @@ class Ranks:
                 each.process.wait()
 
     def kill(self) -> None:
-        """End all at once, and give everything back: after an error before the first step."""
         for each in self._ranks.values():
             each.process.kill()
             each.process.wait()
