@@ -44,12 +44,17 @@ class DevicePool:
         device: torch.device,
         dtype: torch.dtype | None = None,
         num_owners: int = 1,
+        first_owner: int = 0,
         memory: mmap.mmap | None = None,
         groups: tuple[int, int] | None = None,
     ) -> None:
-        """`memory`: at least `shared_bytes`, all zero at first, which other ranks map too."""
+        """`memory`: at least `shared_bytes`, all zero at first, which other ranks map too.
+
+        `first_owner`: whose pages come first, where those of the ranks before it lie elsewhere.
+        """
         self.layout = layout
         self.num_owners = num_owners
+        self._first_page = first_owner * layout.num_pages
         shape = (num_owners * layout.num_pages + 1, *layout.shape[1:])
         stored = torch_dtype(layout.spec.dtype)
         try:
@@ -80,7 +85,7 @@ class DevicePool:
 
     def indices(self, refs: PageRefs) -> PageRefs:
         """Where these pages are in the buffer, int64 (n,)."""
-        return flat_slots(refs, self.num_pages)
+        return flat_slots(refs, self.num_pages) - self._first_page
 
     def fill_nan(self, indices: npt.NDArray[np.int64]) -> None:
         """Poison freed pages, so that a read of one shows."""

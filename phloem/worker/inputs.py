@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -56,6 +57,13 @@ class RankShare:
         at: _Ints = np.arange(row.start, row.start + row.count, dtype=np.int64)
         mine: _Ints = at[own[at // page_size - first]]
         return mine
+
+    def ends(self, rows: Sequence[RowPlan], tables: RowTables, page_size: int) -> _Ints:
+        """In whose share the last token of each row lies, as `rank` counts, (n,)."""
+        last = np.array([(row.start + row.count - 1) // page_size for row in rows], dtype=np.int64)
+        if self.copies:
+            return last % self.copies
+        return tables.pages_at([row.row for row in rows], last) // self.pages_per_rank
 
 
 @dataclass(frozen=True, slots=True)

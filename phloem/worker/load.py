@@ -189,8 +189,9 @@ def _reach(
     owner = place.owner
     if options.replicate:
         return Replicas(pools, direct.layers, owner)
+    first = owner if place.pools is not None else 0  # pools before this rank's in its memory
     own = [
-        RankPool(pool.buffer, owner, pool.num_pages, first_slot=owner * pool.num_pages)
+        RankPool(pool.buffer, owner, pool.num_pages, first_slot=first * pool.num_pages)
         for pool in pools
     ]
     return AttentionChoice(direct, own, place.group)

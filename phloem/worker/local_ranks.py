@@ -17,7 +17,7 @@ from phloem.pools import DevicePool
 from phloem.worker.follower import Follower, NoReplica, Replica
 from phloem.worker.load import LoadedWorker, WorkerOptions, kv_dtype_of, load_worker
 from phloem.worker.pages import kv_specs, page_counts, pool_layouts
-from phloem.worker.peers import Peers, RankPlace
+from phloem.worker.peers import Peers, RankPlace, group_place
 from phloem.worker.ranked import RankedWorker
 from phloem.worker.runner import Hooks
 from phloem.worker.sampled import SampledTokens
@@ -35,27 +35,33 @@ def load_local_ranks(
     hooks: Callable[[int], Hooks] | None = None,
     replicas: Callable[[int], Replica] | None = None,
     link: Link | None = None,
+    maps_pools: bool = True,
 ) -> LoadedWorker:
     """Load a checkpoint `size` times, each time in `tp` parts; `worker` of the result is a
     RankedWorker over all of them.
 
     Pages, host tier and page counts of the result are the leader's: `pools` hold the pages of all
     ranks. `hooks(rank)`: of each rank, instead of those in `options`. `link`: pages and queries
-    that travel between ranks go over it. Close the worker.
+    that travel between ranks go over it. `maps_pools`: whether they share memory, as on one
+    machine; if not, they have pages of their own alone, and no plan may read others' in place.
+    Close the worker.
     """
     axis, pools, sampled = _memory(path, options, Mesh(tp=tp, cp=size))
     boards = local_progress(axis.mesh.world)
     groups, rows = _groups(axis)
 
     def load(rank: int, options: WorkerOptions) -> LoadedWorker:
+        group = groups[rank] if link is None else LinkedGroup(groups[rank], link)
         place = RankPlace(
             peers=Peers(boards[rank]),
             axis=axis,
             pools=pools,
             sampled=sampled,
-            group=groups[rank] if link is None else LinkedGroup(groups[rank], link),
+            group=group,
             row=rows.get(rank),
         )
+        if not maps_pools:
+            place = group_place(group, axis, options.max_running)
         own = options if hooks is None else replace(options, hooks=hooks(rank))
         return load_worker(path, own, place=place)
 

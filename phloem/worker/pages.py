@@ -97,8 +97,11 @@ def make_pools(
     Raises ConfigError if the memory does not suffice.
     """
     layouts = pool_layouts(specs, counts)
-    if place is None:
-        return tuple(DevicePool(layout, device=device, dtype=dtype) for layout in layouts)
+    if place is None or place.pools is None:
+        owner = 0 if place is None else place.owner
+        return tuple(
+            DevicePool(layout, device=device, dtype=dtype, first_owner=owner) for layout in layouts
+        )
     axis, rank = place.axis, place.peers.rank
     return tuple(
         DevicePool(

@@ -11,17 +11,20 @@ A rank that has nothing to compute in a step finishes it at once, and nobody wai
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from phloem.core.group import Group
 from phloem.core.mesh import ShardAxis
+from phloem.core.plan import RowPlan
 from phloem.groups import LAST_LAYER, Progress
 from phloem.models.shard import Shard
+from phloem.worker.group_peers import GroupPeers
+from phloem.worker.sampled import SampledTokens
 
-__all__ = ["PATIENCE_S", "Peers", "RankPlace"]
+__all__ = ["PATIENCE_S", "Peers", "RankPlace", "group_place"]
 
 # A rank that posts no layer for so long has hung. One that has died is noticed at once.
 PATIENCE_S = 120.0
@@ -70,8 +73,13 @@ class Peers:
         """The same, of a rank that reads none."""
         self._board.post(step, layer)
 
-    def finished(self, step: int) -> None:
-        """This rank is done with `step`."""
+    def finished(
+        self,
+        step: int,
+        sampled: Sequence[RowPlan] = (),  # noqa: ARG002
+        by: Sequence[int] = (),  # noqa: ARG002
+    ) -> None:
+        """This rank is done with `step`. Who has sampled what in it, all see by themselves."""
         self._board.post(step, LAST_LAYER)
         self._last_step = step
 
@@ -89,14 +97,15 @@ class RankPlace:
     """Where a worker stands among several: its peers, and the memory that it shares with them.
 
     `axis`: the owners of pages, of which this rank is one or a part of one. `pools`: of each
-    component, `DevicePool.shared_bytes`; `sampled`: `SampledTokens.num_bytes`. `group`: one rank of
-    each owner, for pages and queries that travel. `row`: the ranks that compute the same tokens;
-    None: this one alone. Who loads the worker owns the groups.
+    component, `DevicePool.shared_bytes`; None: this rank has pages of its own, and others' can only
+    travel. `sampled`: `SampledTokens.num_bytes`, which `peers` keep the same on all ranks. `group`:
+    one rank of each owner, for pages and queries that travel. `row`: the ranks that compute the
+    same tokens; None: this one alone. Who loads the worker owns the groups.
     """
 
-    peers: Peers
+    peers: Peers | GroupPeers
     axis: ShardAxis
-    pools: tuple[mmap.mmap, ...]
+    pools: tuple[mmap.mmap, ...] | None
     sampled: mmap.mmap
     group: Group[Tensor] | None = None
     row: Group[Tensor] | None = None
@@ -118,3 +127,12 @@ class RankPlace:
         for group in (self.group, self.row):
             if group is not None:
                 group.close()
+
+
+def group_place(group: Group[Tensor], axis: ShardAxis, max_running: int) -> RankPlace:
+    """Of a rank that shares no memory with the others, each of which owns pages alone. Takes over
+    the group."""
+    assert axis.size == group.size == axis.mesh.cp, f"{axis} has other owners than ranks"
+    sampled = mmap.mmap(-1, SampledTokens.num_bytes(max_running))
+    peers = GroupPeers(group, SampledTokens(max_running, sampled))
+    return RankPlace(peers=peers, axis=axis, pools=None, sampled=sampled, group=group)

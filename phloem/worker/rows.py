@@ -83,6 +83,10 @@ class RowTables:
         """A copy of pages first_page ... end_page - 1 of a row's table."""
         return self._pages[component, row, first_page:end_page].copy()
 
+    def pages_at(self, rows: list[int], pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Page pages[i] of the table of row rows[i], of component 0."""
+        return self._pages[0, rows, pages]
+
     def tokens(self, plan: RowPlan) -> npt.NDArray[np.int64]:
         """The ids that a row computes; a future is its last sampled token."""
         if plan.tokens is None:

@@ -22,6 +22,7 @@ from phloem.core.remote import Remote
 from phloem.core.transfer import LayerGate
 from phloem.models import Forward
 from phloem.pools import DevicePool
+from phloem.worker.group_peers import GroupPeers
 from phloem.worker.inputs import RankShare, StepInputs, build_batches, build_inputs
 from phloem.worker.layer_waits import LayerWaits
 from phloem.worker.memory import logits_rows_per_pass
@@ -88,7 +89,8 @@ class Runner:
         if place is not None:
             place.peers.tell(hooks.on_layer)
         self._last_step = -1
-        self._elsewhere: tuple[RowPlan, ...] = ()  # rows of the last plan that other ranks sample
+        self._sampled: tuple[RowPlan, ...] = ()  # rows of the last plan that sample,
+        self._samplers: list[int] = []  # and the rank that does
 
     def replace(self, model: Forward, attention: LayeredAttention) -> None:
         """Other weights from now on; only while no plan is in flight."""
@@ -128,7 +130,7 @@ class Runner:
                 if row.sample
             ]
         if self._peers is not None:
-            self._peers.finished(plan.step)
+            self._peers.finished(plan.step, self._sampled, self._samplers)
         elif self._gate is not None:
             self._gate.step_finished(plan.step)
         return StepResult(
@@ -143,12 +145,13 @@ class Runner:
         if self._place is not None:
             self._place.leave()
 
-    def _meet(self, peers: Peers, plan: StepPlan) -> None:
+    def _meet(self, peers: Peers | GroupPeers, plan: StepPlan) -> None:
         """All ranks are done with the step before: learn what the others have sampled in it."""
         peers.begin(plan.step)
-        for row in self._elsewhere:
-            self._tables.learn(row)
-        self._elsewhere = ()
+        for row, rank in zip(self._sampled, self._samplers, strict=True):
+            if rank != peers.rank:
+                self._tables.learn(row)
+        self._sampled, self._samplers = (), []
         if self._gate is not None and self._last_step >= 0:
             self._gate.step_finished(self._last_step)
         self._last_step = plan.step
@@ -203,8 +206,9 @@ class Runner:
     def _forward(self, plan: StepPlan, layers: LayerWaits) -> list[RowResult]:
         inputs = self._inputs(plan)
         if self._peers is not None:
-            mine = {row.row for row in inputs.sampled} if self._samples else set()
-            self._elsewhere = tuple(r for r in plan.rows if r.sample and r.row not in mine)
+            assert self._place is not None, "a peer has a place"
+            self._sampled = tuple(row for row in plan.rows if row.sample)
+            self._samplers = self._who_samples(self._place, self._sampled)
             if not len(inputs.tokens) and self._remote(plan) is Remote.DIRECT:
                 self._stand_by(self._peers, plan, layers)
                 return []
@@ -224,9 +228,18 @@ class Runner:
             self._capture(inputs, hidden, self._hooks.capture_logits)
         return self._sample(inputs, hidden)
 
+    def _who_samples(self, place: RankPlace, rows: Sequence[RowPlan]) -> list[int]:
+        """The rank that samples each of these rows: the first one of those that compute its end."""
+        share = self._share(None)
+        assert share is not None, "it is one rank of several"
+        ends: list[int] = share.ends(rows, self._tables, self._page_size).tolist()
+        return [end * place.axis.mesh.tp for end in ends]
+
     def _planned(self, plan: StepPlan, inputs: StepInputs) -> PlannedAttention:
         """Attention in the way that the plan says; where pages travel, all ranks plan for all."""
         if self._remote(plan) is Remote.DIRECT:
+            mapped = self._place is None or self._place.pools is not None
+            assert mapped, "pages of other owners are not mapped"
             return PlannedAttention(self._attention, self._attention.plan(inputs.batches))
         assert self._choice is not None, "pages cannot travel: this rank is in no group"
         assert self._place is not None, "ranks of a group are peers"
@@ -245,7 +258,7 @@ class Runner:
         written = functools.partial(self._peers.written, plan.step)
         return written if self._replicas is None else self._replicas.then(written)
 
-    def _stand_by(self, peers: Peers, plan: StepPlan, layers: LayerWaits) -> None:
+    def _stand_by(self, peers: Peers | GroupPeers, plan: StepPlan, layers: LayerWaits) -> None:
         """A step in which this rank computes nothing: others may wait for what it loads."""
         if self._gate is None or not plan.loads:
             return

@@ -1,10 +1,12 @@
-"""The last token of every row, where all ranks see it: who samples writes, the others read."""
+"""The last token of every row: who samples writes it, the others read it, from the same memory or
+from a copy of their own."""
 
 from __future__ import annotations
 
 import mmap
 
 import numpy as np
+import numpy.typing as npt
 
 from phloem.core.plan import RowPlan
 
@@ -35,6 +37,14 @@ class SampledTokens:
         """`plan` has sampled a token."""
         self.tokens[plan.row] = token
         self._stamps[plan.row] = _stamp(plan)
+
+    def read(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The tokens of these rows and which sample each of them was, (n, 2): they travel so."""
+        return np.stack((self.tokens[rows], self._stamps[rows]), axis=1)
+
+    def write(self, rows: npt.NDArray[np.int64], both: npt.NDArray[np.int64]) -> None:
+        """What `read` has returned on the rank that sampled them."""
+        self.tokens[rows], self._stamps[rows] = both[:, 0], both[:, 1]
 
     def find(self, plan: RowPlan) -> int | None:
         """What `plan` has sampled; None if it failed to, or if a later one has sampled since."""

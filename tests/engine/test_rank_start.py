@@ -154,7 +154,7 @@ def test_a_rank_that_cannot_be_started_leaves_nothing_behind(
     monkeypatch.setattr(ranks_module.subprocess, "Popen", popen)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="no more processes"):
-        Ranks(3, 1)
+        Ranks(OWNERS, 1)
     assert started[0].killed
     assert len(os.listdir("/proc/self/fd")) == before
 

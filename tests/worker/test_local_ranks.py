@@ -161,6 +161,27 @@ def test_pages_and_queries_that_travel_give_the_same(path, alone, size, ways, ke
     check_same(ranks, logits, alone)
 
 
+APART = {
+    "gather_kv": (Remote.GATHER_KV,),
+    "send_q": (Remote.SEND_Q,),
+    "anew": (Remote.SEND_Q, Remote.GATHER_KV),
+}
+
+
+@pytest.mark.parametrize(("size", "ways"), [(2, "gather_kv"), (4, "send_q"), (3, "anew")])
+def test_ranks_that_share_no_memory_give_the_same(path, alone, size, ways) -> None:
+    """As on several hosts. Red if a sampled token does not travel, if a penalty is counted by one
+    rank alone, or if a rank looks for a page where all ranks' pools would be."""
+    logits = Logits()
+    loaded = load_local_ranks(path, options(), size, hooks=logits.hooks, maps_pools=False)
+    assert [pool.num_owners for pool in loaded.pools] == [1]
+    ranks = RankDriver(loaded.worker, striped(size), size=size, num_pages=PAGES, page_size=PAGE)
+    ranks.ways = APART[ways]
+    session(ranks)
+    ranks.worker.close()
+    check_same(ranks, logits, alone)
+
+
 def test_each_rank_computes_the_tokens_of_its_own_pages(path) -> None:
     ranks, logits = driver(path, 2, striped(2))
     ids = prompt(23, 4)
@@ -209,8 +230,8 @@ def test_a_wait_that_is_skipped_shows(path, monkeypatch) -> None:
         assert over.wait(60.0)
         real_written(self, step, layer)
 
-    def finished(self: Peers, step: int) -> None:
-        real_finished(self, step)
+    def finished(self: Peers, step: int, *sampled: object) -> None:
+        real_finished(self, step, *sampled)
         if self.rank == 0:
             over.set()
 
