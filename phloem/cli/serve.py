@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 from phloem.config import Config
 from phloem.config.flags import FlagParser, add_settings, given_settings
+from phloem.config.launch import Launch, check_launch, launch_from
 from phloem.config.load import config_from, config_groups
 from phloem.core.errors import ConfigError
 
@@ -75,28 +77,40 @@ def parse_config(argv: Sequence[str]) -> Config:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Serve until SIGTERM or Ctrl-C; returns the server's exit code."""
+    """Serve until SIGTERM or Ctrl-C; returns the server's exit code.
+
+    Of the processes that torchrun starts rank 0 is the server, and the others serve it.
+    """
     config = parse_config(argv)
+    launch = launch_from(os.environ)
+    if launch is not None:
+        check_launch(config, launch)
+    who = "%(name)s" if launch is None else f"rank {launch.rank}"
     logging.basicConfig(
         level=config.runtime.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        format=f"%(asctime)s %(levelname)s {who}: %(message)s",
     )
+    if launch is not None and launch.rank > 0:
+        from phloem.engine.host_rank import serve_rank
+
+        return serve_rank(launch, config.parallel.join_timeout_s)
     # Imported late: usage errors are answered before the web framework is loaded.
     from phloem.server import bind
 
     # Taken now: a port in use shows before a minute of loading, not after it.
     sock = bind(config.server.host, config.server.port)
     try:
-        return _serve(config, sock)
+        return _serve(config, sock, launch)
     finally:
         sock.close()
 
 
-def _serve(config: Config, sock: socket.socket) -> int:
+def _serve(config: Config, sock: socket.socket, launch: Launch | None) -> int:
     from rich.console import Console
 
     from phloem.cli.screen import facts_table, loading_bar
     from phloem.engine import AsyncEngine, startup_rows
+    from phloem.engine.process import DEFAULT_BUILDER, HOSTS_BUILDER
     from phloem.server import Server, ServerSettings, create_app, serve_async
 
     options = config.server
@@ -104,8 +118,9 @@ def _serve(config: Config, sock: socket.socket) -> int:
     settings = ServerSettings(
         served_model_names=() if name is None else (name,), api_key=options.api_key
     )
+    builder = DEFAULT_BUILDER if launch is None else HOSTS_BUILDER
     with loading_bar() as on_load:
-        engine = AsyncEngine.launch(config, on_load=on_load)
+        engine = AsyncEngine.launch(config, on_load=on_load, builder=builder)
     console = Console(highlight=False)
     console.print(facts_table(startup_rows(engine.facts)))
 

@@ -190,6 +190,11 @@ class ParallelOptions:
         "how a rank reads pages of others: in place, as copies that travel, or by sending queries",
         spellings={"gather-kv": "gather_kv", "send-q": "send_q"},
     )
+    join_timeout_s: float = setting(
+        120.0,
+        "seconds that ranks which torchrun has started get to find each other",
+        low=1,
+    )
 
     def __post_init__(self) -> None:
         validate(self)

@@ -11,7 +11,7 @@ from phloem.config.checkpoint import four_bit_blocks
 from phloem.core.errors import ConfigError
 from phloem.engine.api import ModelCard
 from phloem.engine.build_pools import Pools, plan_pools, resolve_dtype
-from phloem.engine.build_ranks import starting_ranks
+from phloem.engine.build_ranks import RankMaker, starting_ranks
 from phloem.engine.build_tiers import loaded_key_facts, tier_parts
 from phloem.engine.core import BuildHooks
 from phloem.engine.facts import EngineFacts
@@ -23,15 +23,28 @@ from phloem.engine.tier_parts import ModelSlot
 from phloem.kv.keys import KeyFacts
 from phloem.worker import Hooks, LoadedWorker, RankPlace, WorkerOptions, load_worker
 
-__all__ = ["build_core", "worker_options"]
+__all__ = ["build_core", "build_core_with", "worker_options"]
 
 
 def build_core(config: Config, hooks: BuildHooks, eos_ids: tuple[int, ...]) -> LoopCore:
     """Load the model and join it with cache, scheduler and loop. Raises ConfigError."""
+    return build_core_with(config, hooks, eos_ids, starting_ranks)
+
+
+def build_core_with(
+    config: Config,
+    hooks: BuildHooks,
+    eos_ids: tuple[int, ...],
+    make_ranks: RankMaker,
+    *,
+    ranks_here: int | None = None,
+) -> LoopCore:
+    """The same with other ranks that `make_ranks` brings in; `ranks_here`: how many of all share
+    this machine, None: all of them."""
     start_s = time.monotonic()
     model = resolve_model(config.model.model)
     dtype = resolve_dtype(config, model.path)
-    pools = plan_pools(config, model.path, dtype)
+    pools = plan_pools(config, model.path, dtype, ranks_here=ranks_here)
 
     def on_progress(done: int, total: int) -> None:
         hooks.on_load(done, total, "loading weights")
@@ -55,7 +68,7 @@ def build_core(config: Config, hooks: BuildHooks, eos_ids: tuple[int, ...]) -> L
 
     if pools.mesh.world == 1:
         return join(pools, load(pools, None))
-    with starting_ranks(config, pools) as ranks:
+    with make_ranks(config, pools) as ranks:
         pools = ranks.pools
         return ranks.connected(join(pools, ranks.joined(load(pools, ranks.place))), hooks)
 
@@ -100,7 +113,7 @@ def worker_options(
 
 def _threads(config: Config, pools: Pools) -> int:
     """Of each rank."""
-    return config.runtime.threads or max(1, usable_cpus() // pools.mesh.world)
+    return config.runtime.threads or max(1, usable_cpus() // pools.ranks_here)
 
 
 def _distinct(config: Config, loaded: LoadedWorker, num_pages: int) -> int:

@@ -30,13 +30,14 @@ _KV_SHARE_OF_GPU = 0.5  # of the memory free before the weights are loaded
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
     """Pages by component; `device`: of each owner, `host`: of the machine. `checkpoint`: tokens
-    between kept tails of windows; 0: ends only."""
+    between kept tails of windows; 0: ends only. `ranks_here`: of all, those on this machine."""
 
     specs: tuple[KVSpec, ...]
     device: tuple[int, ...]
     host: tuple[int, ...]
     checkpoint: int = 0
     mesh: Mesh = ONE_RANK
+    ranks_here: int = 1
 
     @property
     def axis(self) -> ShardAxis:
@@ -73,16 +74,19 @@ def resolve_dtype(config: Config, path: Path) -> str:
     return read_model_config(path).dtype
 
 
-def plan_pools(config: Config, path: Path, dtype: str) -> Pools:
+def plan_pools(config: Config, path: Path, dtype: str, *, ranks_here: int | None = None) -> Pools:
     """Divide the memory that the settings name. Raises ConfigError if it cannot be.
 
-    Ranks share this machine, so what is taken when nothing is named is divided among them.
+    `ranks_here` ranks (None: all) share this machine: what is taken when nothing is named is
+    divided among them.
     """
     mesh, model = config.parallel.mesh, read_model_config(path)
     check_tp(model, mesh.tp)
+    ranks_here = ranks_here or mesh.world
     pages = dtype if config.cache.kv_dtype == "auto" else config.cache.kv_dtype
     specs = kv_specs(model, dtype=KVDtype(pages), page_size=config.page_size)
-    window, num_owners = specs[-1].retention, specs[0].shard_axis(mesh).size
+    window = specs[-1].retention
+    owners_here = max(1, specs[0].shard_axis(mesh).size * ranks_here // mesh.world)
     demand = PoolDemand(
         max_model_len=config.model.max_model_len or model.max_position,
         max_running=config.scheduler.max_running,
@@ -93,9 +97,11 @@ def plan_pools(config: Config, path: Path, dtype: str) -> Pools:
     if config.cache.num_pages is not None:
         device = pool_pages_beside(specs, config.cache.num_pages, demand)
     else:
-        kv_bytes = config.cache.kv_memory_bytes or _auto_kv_bytes(config.model.device) // num_owners
+        kv_bytes = (
+            config.cache.kv_memory_bytes or _auto_kv_bytes(config.model.device) // owners_here
+        )
         device = pool_pages(specs, kv_bytes, demand)
-    asked = num_owners * _num_bytes(specs, device)
+    asked = owners_here * _num_bytes(specs, device)
     host = host_pages(config, specs, device_bytes=asked, demand=demand)
     _check_memory(asked if config.model.device == "cpu" else 0, _num_bytes(specs, host))
     return Pools(
@@ -104,6 +110,7 @@ def plan_pools(config: Config, path: Path, dtype: str) -> Pools:
         host=host,
         checkpoint=demand.checkpoint,
         mesh=mesh,
+        ranks_here=ranks_here,
     )
 
 

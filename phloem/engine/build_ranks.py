@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from phloem.config import Config
 from phloem.core.errors import ConfigError
@@ -18,7 +19,7 @@ from phloem.engine.ranks import Ranks
 from phloem.replica import RecordWriter
 from phloem.worker import LoadedWorker, RankedWorker, RankHooks, RankPlace, pool_layouts
 
-__all__ = ["DIGEST_EVERY", "RankBuild", "starting_ranks"]
+__all__ = ["DIGEST_EVERY", "RankBuild", "RankMaker", "agreed", "check_ranks", "starting_ranks"]
 
 # Steps from one comparison of the ranks' caches to the next: a digest reads the whole tree.
 DIGEST_EVERY = 1024
@@ -75,12 +76,8 @@ def _reload(
     return swap
 
 
-@contextmanager
-def starting_ranks(config: Config, pools: Pools) -> Iterator[RankBuild]:
-    """Start all ranks but this one; they load while the caller does. On an error none is left.
-
-    Raises ConfigError or EngineDead if a rank cannot.
-    """
+def check_ranks(config: Config, pools: Pools) -> None:
+    """Raise ConfigError for settings of ranks that contradict each other."""
     if config.parallel.placement == "replicate" and any(pools.host):
         raise ConfigError(
             "--placement replicate has no host tier: a page is loaded into one pool only; add "
@@ -91,7 +88,22 @@ def starting_ranks(config: Config, pools: Pools) -> Iterator[RankBuild]:
             f"--remote-kv {config.parallel.remote_kv} has nothing to do with --placement "
             "replicate, where every rank has every page; leave it out"
         )
-    ranks = Ranks(pools.axis, len(pools.specs))
+
+
+@contextmanager
+def starting_ranks(config: Config, pools: Pools) -> Iterator[RankBuild]:
+    """Start all ranks but this one; they load while the caller does. On an error none is left.
+
+    Raises ConfigError or EngineDead if a rank cannot.
+    """
+    check_ranks(config, pools)
+    with agreed(Ranks(pools.axis, len(pools.specs)), config, pools) as build:
+        yield build
+
+
+@contextmanager
+def agreed(ranks: RankTalk, config: Config, pools: Pools) -> Iterator[RankBuild]:
+    """Let ranks that live load what all of them can have. On an error none is left."""
     try:
         device = ranks.start(config, pools.device)
         pools = pools.resized(device=device)
@@ -102,3 +114,7 @@ def starting_ranks(config: Config, pools: Pools) -> Iterator[RankBuild]:
     except BaseException:  # also Ctrl-C while it loads: no process may be left behind
         ranks.kill()
         raise
+
+
+# What brings the other ranks to life, or waits for them: as `starting_ranks`.
+RankMaker: TypeAlias = Callable[[Config, Pools], AbstractContextManager[RankBuild]]

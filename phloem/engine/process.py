@@ -18,11 +18,12 @@ from phloem.engine import messages as msg
 from phloem.engine.core import OnLoad
 from phloem.engine.heartbeat import Heartbeat
 
-__all__ = ["DEFAULT_BUILDER", "EXIT_GRACE_S", "EngineProcess"]
+__all__ = ["DEFAULT_BUILDER", "EXIT_GRACE_S", "HOSTS_BUILDER", "EngineProcess"]
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_BUILDER = "phloem.engine.build:build_core"
+HOSTS_BUILDER = "phloem.engine.build_hosts:build_core"  # where torchrun has started the ranks
 _RECV_BYTES = 1 << 16
 EXIT_GRACE_S = 5.0
 

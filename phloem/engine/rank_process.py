@@ -19,8 +19,8 @@ import select
 import signal
 import socket
 import threading
-import time
 import traceback
+from collections.abc import Callable
 
 from phloem.cache.placement import make_placement, placed_pools
 from phloem.cache.state import CacheState
@@ -40,30 +40,46 @@ from phloem.engine.rank_messages import (
 )
 from phloem.engine.rank_seats import RankSeat
 from phloem.replica import RecordReader
-from phloem.worker import Follower, Hooks, Wire, load_worker, packed
+from phloem.worker import Follower, Hooks, RankPlace, Wire, load_worker, packed
 
-__all__ = ["main"]
+__all__ = ["RankProcess", "main", "watch_leader"]
 
 logger = logging.getLogger(__name__)
 
 _ORPHAN_GRACE_S = 2.0
 
 
-def _watch(fd: int) -> None:
-    """Body of the watch thread: a step or a load that does not end must not outlive the leader."""
+def watch_leader(fd: int) -> threading.Event:
+    """From now on this process ends soon after the socket `fd` has closed: a step or a load that
+    does not end must not outlive the leader. Not once the event is set."""
+    over = threading.Event()
+    threading.Thread(target=_watch, args=(fd, over), name="watch", daemon=True).start()
+    return over
+
+
+def _watch(fd: int, over: threading.Event) -> None:
     poll = select.poll()
     poll.register(fd, select.POLLRDHUP)
     poll.poll()
-    time.sleep(_ORPHAN_GRACE_S)
-    os._exit(1)
+    if not over.wait(_ORPHAN_GRACE_S):
+        logger.warning("the leader is gone, and this rank does not end by itself")
+        os._exit(1)
 
 
 class RankProcess:
-    """Loads and serves one rank."""
+    """Loads and serves one rank. `take`: its place, once the leader has said how large pools are;
+    `ranks_here`: as `plan_pools`."""
 
-    def __init__(self, wire: Wire, seat: RankSeat) -> None:
-        self._wire, self._seat = wire, seat
-        self._rank = seat.progress.rank
+    def __init__(
+        self,
+        wire: Wire,
+        rank: int,
+        take: Callable[[Config], RankPlace],
+        *,
+        ranks_here: int | None = None,
+    ) -> None:
+        self._wire, self._rank, self._take = wire, rank, take
+        self._ranks_here = ranks_here
 
     def run(self) -> int:
         """Serve until the leader closes the wire; the exit status."""
@@ -87,13 +103,13 @@ class RankProcess:
         )
         model = resolve_model(config.model.model)
         dtype = resolve_dtype(config, model.path)
-        pools = plan_pools(config, model.path, dtype)
+        pools = plan_pools(config, model.path, dtype, ranks_here=self._ranks_here)
         self._wire.send(packed(RankHello(pools.device)))
         sizes = receive_start(self._wire, RankPages)
         pools = pools.resized(device=sizes.device, host=sizes.host)
         no_host = pools.resized(host=(0,) * len(pools.host))  # the leader moves all pages
         options = worker_options(config, Hooks(), dtype, no_host, inline=True)
-        place = self._seat.take()
+        place = self._take(config)
         loaded = load_worker(model.path, options, place=place)
         follower = Follower(self._rank, self._wire, loaded, _replica(config, pools))
         gc.collect()
@@ -127,9 +143,9 @@ def main() -> int:
     args = parser.parse_args()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
-    threading.Thread(target=_watch, args=(args.socket,), name="watch", daemon=True).start()
-    wire = Wire(socket.socket(fileno=args.socket))
-    return RankProcess(wire, RankSeat.from_json(args.seat)).run()
+    watch_leader(args.socket)
+    wire, seat = Wire(socket.socket(fileno=args.socket)), RankSeat.from_json(args.seat)
+    return RankProcess(wire, seat.progress.rank, lambda _config: seat.take()).run()
 
 
 if __name__ == "__main__":

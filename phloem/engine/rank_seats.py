@@ -6,9 +6,9 @@ import dataclasses
 import json
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from phloem.core.mesh import Mesh, ShardAxis
 from phloem.groups import GroupSeat, Seat, ShmGroup, ShmProgress, progress_seats, shm_seats
@@ -18,6 +18,8 @@ from phloem.worker import Peers, RankPlace, SampledTokens
 from phloem.worker.peers import PATIENCE_S
 
 __all__ = ["RankSeat", "rank_seats", "size_memory"]
+
+SeatT = TypeVar("SeatT", bound=Seat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,18 @@ class RankSeat:
             sampled=fields["sampled"],
         )
 
+    def renumbered(self, fds: Sequence[int]) -> RankSeat:
+        """The same seat where its `fds` have other numbers, in their order."""
+        number = dict(zip(self.fds, fds, strict=True)) | {-1: -1}
+        return dataclasses.replace(
+            self,
+            progress=_renumbered(self.progress, number),
+            group=None if self.group is None else _renumbered(self.group, number),
+            row=None if self.row is None else _renumbered(self.row, number),
+            pools=tuple(number[fd] for fd in self.pools),
+            sampled=number[self.sampled],
+        )
+
     def take(self) -> RankPlace:
         """Map everything, once it has its size; the descriptors are given back."""
         return RankPlace(
@@ -69,6 +83,11 @@ class RankSeat:
         """Give this process's copies back."""
         for fd in self.fds:
             os.close(fd)
+
+
+def _renumbered(seat: SeatT, number: Mapping[int, int]) -> SeatT:
+    bells = tuple(number[fd] for fd in seat.bells)
+    return dataclasses.replace(seat, memory=number[seat.memory], bells=bells)
 
 
 def _group_seat(fields: dict[str, Any] | None) -> GroupSeat | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -62,13 +62,26 @@ class TorchGroup(BaseGroup):
         size: int,
         axis: str = "cp",
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        meet_s: float | None = None,
+        address: str | None = None,
     ) -> TorchGroup:
-        """Meet the other ranks at the store. Blocks until all have come."""
+        """Meet the other ranks at the store. Blocks until all have come, for `meet_s` at most
+        (None: `timeout_s`).
+
+        `address`: of this machine, at which the others reach it; None: what its name resolves to.
+        """
         named = PrefixStore(f"phloem-gloo-{axis}", store)
-        wait = datetime.timedelta(seconds=timeout_s)
+        kind: Any = ProcessGroupGloo  # whose stubs know less than it does
         try:
+            if address is None:
+                device = ProcessGroupGloo.create_default_device()
+            else:
+                device = ProcessGroupGloo.create_device(hostname=address)
+            options = kind._Options()  # noqa: SLF001 - there is no other name for it
+            options._timeout = datetime.timedelta(seconds=meet_s or timeout_s)  # noqa: SLF001
+            options._devices = [device]  # noqa: SLF001
             # Not a ProcessGroup by name, but by all that is called here.
-            gloo = cast(dist.ProcessGroup, ProcessGroupGloo(named, rank, size, wait))
+            gloo = cast(dist.ProcessGroup, kind(named, rank, size, options))
         except RuntimeError as error:  # also dist.DistError: somebody did not come
             raise GroupError(f"the ranks of {axis} did not meet: {_line(error)}") from error
         return cls(gloo, store, axis=axis, timeout_s=timeout_s)

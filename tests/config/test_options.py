@@ -74,6 +74,7 @@ def test_yaml_can_hold_every_flag(tmp_path: Path) -> None:
         "tp": 3,
         "placement": "contiguous",
         "remote_kv": "send_q",
+        "join_timeout_s": 4.5,
         "schedule_policy": "hrrn",
         "max_prefill_tokens": 128,
         "max_running": 3,

@@ -6,8 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from phloem.config import CacheOptions, Config, ModelOptions, SchedulerOptions, TierOptions
+from phloem.config import (
+    CacheOptions,
+    Config,
+    ModelOptions,
+    ParallelOptions,
+    SchedulerOptions,
+    TierOptions,
+)
 from phloem.core.errors import ConfigError
+from phloem.engine import build_pools
 from phloem.engine.build_pools import Pools, plan_pools
 from tests.models.checkpoints import make_checkpoint, make_windowed
 
@@ -79,3 +87,25 @@ def test_a_model_of_windows_alone_has_a_spine_without_bytes(models: Path):
 def test_too_little_memory_says_which_flag(models: Path):
     with pytest.raises(ConfigError, match="--kv-memory"):
         pools(models / "gemma3", kv_memory="1KB")
+
+
+def test_ranks_of_one_machine_divide_its_memory_and_those_of_several_do_not(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Red if a host of several gives its rank only a part of what it has free."""
+    monkeypatch.setattr(build_pools, "available_memory_bytes", lambda: 8 << 20)
+    path = models / "llama"
+    config = Config(
+        model=ModelOptions(model=str(path), max_model_len=128),
+        cache=CacheOptions(page_size=PAGE),
+        parallel=ParallelOptions(cp=4),
+        scheduler=SchedulerOptions(max_running=4, max_prefill_tokens=64),
+    )
+    all_here, two_here, alone = (
+        plan_pools(config, path, "fp32", ranks_here=count) for count in (None, 2, 1)
+    )
+    page_bytes = alone.specs[0].page_bytes
+    assert alone.device == ((2 << 20) // page_bytes,)
+    assert two_here.device == ((1 << 20) // page_bytes,)
+    assert all_here.device == ((1 << 19) // page_bytes,)
+    assert (all_here.ranks_here, two_here.ranks_here) == (4, 2)

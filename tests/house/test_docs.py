@@ -21,6 +21,7 @@ DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob
 ALL_FLAGS = set().union(*(flags_of(command) for command in SECTIONS)) | {"--version"}
 # Flags of other programs that our documents show.
 FOREIGN_FLAGS = {"--index-url", "--no-deps"}
+FOREIGN_FLAGS |= {"--nnodes", "--nproc-per-node", "--node-rank", "--master-addr", "--master-port"}
 
 
 def read(name: str) -> str:

@@ -1,0 +1,101 @@
+"""A start by somebody else: torchrun, or whoever sets its variables, starts a process per rank.
+
+    RANK, WORLD_SIZE           which rank of how many this process is
+    LOCAL_WORLD_SIZE           how many of them are on this machine; not set: this one alone
+    MASTER_ADDR, MASTER_PORT   where they meet: an address of rank 0's machine
+
+They say where a process runs, and nothing about what it serves: no setting is read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phloem.config.options import Config
+from phloem.core.errors import ConfigError
+
+__all__ = ["Launch", "check_launch", "launch_from"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One process of several. `keeps_store`: it serves the store at which all meet, because nobody
+    does so already."""
+
+    rank: int
+    size: int
+    local_size: int
+    address: str
+    port: int
+    keeps_store: bool
+
+    @property
+    def on_one_machine(self) -> bool:
+        """All processes are, so that they can share memory."""
+        return self.local_size == self.size
+
+
+def launch_from(environ: Mapping[str, str]) -> Launch | None:
+    """Where this process stands; None if it stands alone. Raises ConfigError for half a start."""
+    if environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    size = _number(environ, "WORLD_SIZE", low=2, high=1024)
+    rank = _number(environ, "RANK", low=0, high=size - 1)
+    local_size = 1
+    if "LOCAL_WORLD_SIZE" in environ:
+        local_size = _number(environ, "LOCAL_WORLD_SIZE", low=1, high=size)
+    address = environ.get("MASTER_ADDR", "")
+    if not address:
+        raise ConfigError("WORLD_SIZE is set, but MASTER_ADDR is not: name rank 0's machine")
+    by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Launch(
+        rank=rank,
+        size=size,
+        local_size=local_size,
+        address=address,
+        port=_number(environ, "MASTER_PORT", low=1, high=65535),
+        keeps_store=rank == 0 and not by_agent,
+    )
+
+
+def check_launch(config: Config, launch: Launch) -> None:
+    """Raise ConfigError for settings that such a start cannot have; every process looks itself."""
+    parallel = config.parallel
+    if parallel.mesh.world != launch.size:
+        asked = f"--cp {parallel.cp}" + (f" --tp {parallel.tp}" if parallel.tp > 1 else "")
+        raise ConfigError(
+            f"{launch.size} processes were started (WORLD_SIZE), but {asked} needs "
+            f"{parallel.mesh.world}: start so many, or give --cp {launch.size}"
+        )
+    if launch.on_one_machine:
+        return
+    if parallel.tp > 1:
+        raise ConfigError(
+            f"--tp {parallel.tp} needs ranks that share memory, which is not there on several "
+            f"hosts: give --cp {launch.size} alone"
+        )
+    if parallel.placement == "replicate":
+        raise ConfigError(
+            "--placement replicate writes into other ranks' memory, which is not there on several "
+            "hosts; leave it out"
+        )
+    if parallel.remote_kv == "direct":
+        raise ConfigError(
+            "--remote-kv direct reads other ranks' memory, which is not there on several hosts: "
+            "add --remote-kv send_q or --remote-kv gather_kv"
+        )
+    if config.tiers.host_memory_bytes != 0:
+        raise ConfigError(
+            "--host-memory and --storage are not there for ranks on several hosts: the leader "
+            "moves the pages of all ranks, and maps those of its own machine only; leave them out"
+        )
+
+
+def _number(environ: Mapping[str, str], name: str, *, low: int, high: int) -> int:
+    text = environ.get(name)
+    if text is None:
+        raise ConfigError(f"WORLD_SIZE is set, but {name} is not; torchrun sets both")
+    if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
+        raise ConfigError(f"{name} must be a number from {low} to {high}, got {text!r}")
+    return int(text)

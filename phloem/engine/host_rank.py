@@ -1,0 +1,63 @@
+"""A rank that somebody else has started, such as torchrun: it finds the leader, and serves it.
+
+The same process as a rank that the leader starts (`engine.rank_process`), but for how it gets its
+wire and its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+
+from phloem.config import Config
+from phloem.config.launch import Launch
+from phloem.core.errors import EngineDead
+from phloem.core.mesh import ShardAxis
+from phloem.engine.joined_ranks import met_group
+from phloem.engine.meeting import Met, find_leader, open_store
+from phloem.engine.rank_process import RankProcess, watch_leader
+from phloem.engine.seat_passing import receive_seat
+from phloem.worker import RankPlace, Wire
+from phloem.worker.peers import group_place
+
+__all__ = ["serve_rank"]
+
+logger = logging.getLogger(__name__)
+
+
+def serve_rank(launch: Launch, timeout_s: float) -> int:
+    """Serve one rank until the leader ends; the exit status. For the main thread of a process.
+
+    Raises EngineDead if there is no leader for `timeout_s`, or if it does not take this rank.
+    """
+    met = find_leader(launch, open_store(launch, timeout_s), timeout_s)
+    # From here on the leader says when it is over: on SIGTERM it drains first.
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    over = watch_leader(met.sock.fileno())
+    try:
+        return _serve(launch, met, timeout_s)
+    finally:
+        over.set()
+
+
+def _serve(launch: Launch, met: Met, timeout_s: float) -> int:
+    seat = None
+    if launch.on_one_machine:
+        try:
+            seat = receive_seat(met.sock)
+        except OSError as error:
+            raise EngineDead(f"rank {launch.rank} has got no seat: {error}") from None
+
+    def take(config: Config) -> RankPlace:
+        if seat is not None:
+            return seat.take()
+        group = met_group(launch, met.store, met.address, timeout_s)
+        axis = ShardAxis(mesh=config.parallel.mesh, ranks_per_owner=1)
+        return group_place(group, axis, config.scheduler.max_running)
+
+    wire = Wire(met.sock)
+    status = RankProcess(wire, launch.rank, take, ranks_here=launch.local_size).run()
+    if status:
+        logger.error("this rank ends with status %d: the leader's log says why", status)
+    return status
