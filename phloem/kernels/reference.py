@@ -50,6 +50,8 @@ class ReferenceOps:
         return (0.5 * gate * (1 + torch.tanh(inner)) * up).to(gate_up.dtype)
 
     def write_kv(self, buffer: KVBuffer, layer: int, k: Tensor, v: Tensor, index: Tensor) -> None:
+        if not len(index):
+            return  # nothing of what was computed is written here
         width = buffer.heads_per_group * buffer.row_items
         for kv, value in enumerate((k, v)[: buffer.num_sides]):
             rows, sources = buffer.token_rows(layer, kv), buffer.encode(value).reshape(-1, width)

@@ -88,6 +88,8 @@ class TorchOps:
         return F.gelu(gate, approximate="tanh").mul_(up)
 
     def write_kv(self, buffer: KVBuffer, layer: int, k: Tensor, v: Tensor, index: Tensor) -> None:
+        if not len(index):
+            return  # nothing of what was computed is written here
         width = buffer.heads_per_group * buffer.row_items
         for kv, value in enumerate((k, v)[: buffer.num_sides]):
             stored = buffer.encode(value).reshape(-1, width)

@@ -191,11 +191,10 @@ def test_packed_shards_multiply_as_the_whole(quantisation, tmp_path):
 
 def test_a_tied_head_in_parts_is_a_view_of_the_embedding(tmp_path):
     native_library()
-    path = make("llama-tied", tmp_path)
-    config = read_model_config(path)
-    config = replace(config)
-    part = load_packed(path, config, dtype=torch.float32, shard=Shard(1, 2))
-    want = load(path).embedding[160:]
+    make_model("llama-tied", intermediate_size=128).save_pretrained(tmp_path)
+    config = read_model_config(tmp_path)
+    part = load_packed(tmp_path, config, dtype=torch.float32, shard=Shard(1, 2))
+    want = load(tmp_path).embedding[160:]
     assert torch.equal(part.head.data, pack(want).data)
     low, high = part.embedding.data.data_ptr(), part.embedding.num_bytes
     assert low < part.head.data.data_ptr() < low + high
@@ -205,11 +204,11 @@ def test_a_tied_head_in_parts_is_a_view_of_the_embedding(tmp_path):
 
 def test_a_shard_that_would_cut_a_quantised_block_is_refused(tmp_path):
     native_library()
-    path = make("llama", tmp_path)  # its MLP is 112 wide
-    config = read_model_config(path)
+    make_model("llama", intermediate_size=160).save_pretrained(tmp_path)
+    config = read_model_config(tmp_path)
     with pytest.raises(ConfigError, match="cut such a block"):
         load_packed(
-            path,
+            tmp_path,
             config,
             dtype=torch.float32,
             quantisation=Quantisation.INT8,

@@ -77,17 +77,23 @@ def test_requests_that_come_and_go_over_a_small_pool(
         check_all(rig, cold)
 
 
-@pytest.mark.parametrize(
-    ("kind", "tp", "cp"), [("llama", 2, 1), ("llama-tied", 2, 2), ("v3", 2, 2)], ids=str
-)
+STORED = [
+    ("llama", Mesh(tp=2), Mesh()),
+    ("llama", Mesh(), Mesh(tp=2)),
+    ("llama-tied", Mesh(tp=2, cp=2), Mesh(tp=4)),
+    ("v3", Mesh(tp=2, cp=2), Mesh()),
+    ("v3", Mesh(cp=2), Mesh(tp=2)),
+]
+
+
+@pytest.mark.parametrize(("kind", "writer", "reader"), STORED, ids=str)
 def test_what_one_mesh_has_stored_another_one_reads(
-    models: Models, tmp_path: Path, kind: str, tp: int, cp: int
+    models: Models, tmp_path: Path, kind: str, writer: Mesh, reader: Mesh
 ) -> None:
-    """Through host and storage, written by a mesh and read by one rank, and the other way round:
-    pages are whole ones, and name neither axis."""
+    """Through host and storage: pages are whole ones, and name neither axis."""
     path = models(kind)
     cold = Cold(path)
-    for engine in (Mesh(tp=tp, cp=cp), Mesh(), Mesh(tp=2), Mesh(cp=2)):
+    for engine in (writer, reader):
         with Rig(
             path,
             page_size=4,
@@ -98,10 +104,10 @@ def test_what_one_mesh_has_stored_another_one_reads(
             store=tmp_path,
             tiers=WAIT,
         ) as rig:
-            chat(rig, 50, 6)
+            chat(rig, 50, 8)
             sources = [answer.sources for answer in rig.answers.values()]
             assert sum(each.host for each in sources) > 0
-            if engine != Mesh(tp=tp, cp=cp):
+            if engine is reader:
                 assert sum(each.storage for each in sources) > 0
             check_all(rig, cold)
 
