@@ -410,6 +410,10 @@ class Cold:
         shape = {"page_size": 16, "num_pages": MAX_LEN // 16 + 1, "prefix_cache": False}
         self._rig = Rig(path, tp=tp, **shape, **options)
 
+    def close(self) -> None:
+        """End its ranks; before the interpreter ends, if there are several."""
+        self._rig.recorder.close()
+
     def answer(self, prompt: list[int], max_tokens: int) -> list[int]:
         """The greedy continuation."""
         return list(self.continuation(tuple(prompt), max_tokens))

@@ -4,10 +4,11 @@ A cell is one journey: a prompt in chunks, and then the same head with other tai
 device, on the host, or in storage by an engine that starts anew. Its answers, logits and pages are
 compared with the cold one rank's.
 
-Where pages are read in place and heads are whole, equality is to the last bit (`exact.py`). Partial
-results that are merged, and sums over tp, round elsewhere: logits are then within 1e-4, and of a
-page's codes hardly one differs (one that lay on the edge between two). What a journey may never do
-is change a byte: every copy anywhere is what some step has written (`Versions`).
+Where pages are read in place equality is to the last bit (`exact.py`), with tp against a cold row
+of so many ranks. Against the cold one rank sums over tp, and partial results that are merged, round
+elsewhere: logits are then within 1e-4, and of a page's codes hardly one differs (one that lay on
+the edge between two). What a journey may never do is change a byte: every copy anywhere is what
+some step has written (`Versions`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,33 +40,48 @@ KINDS = ("heads", "window", "latent")
 DTYPES = ("fp32", "bf16", "int8", "fp8", "fp4")
 SOURCES = ("device", "host", "storage")
 WAYS = tuple(Remote)
+Cell = tuple[tuple[int, int], str, str, str, Remote]
 ODD_CODES = 0.01  # of a page's codes may lie on the other side of an edge
 
 PRODUCT = tuple(itertools.product(MESHES, KINDS, DTYPES, SOURCES, WAYS))
 CELLS = pairwise(MESHES, KINDS, DTYPES, SOURCES, WAYS)
 
 
-@functools.cache
-def _folder(root: Path, kind: str) -> Path:
-    """Three layers, 4 KV heads: what four ranks can divide."""
-    path, sizes = root / kind, {"num_attention_heads": 8, "num_key_value_heads": 4}
-    if kind == "latent":
-        make_latent("v3", path)
-    elif kind == "window":
-        make_windowed("gemma3", path, window=WINDOW, **sizes)
-    else:
-        make_checkpoint("llama", path, **sizes)
-    return path
+class Oracles:
+    """Models on disk and cold engines over them, made once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.path = functools.cache(self._path)
+        self._colds: dict[tuple[str, str, str, int], Cold] = {}
+
+    def _path(self, kind: str) -> Path:
+        """Three layers, 4 KV heads: what four ranks can divide."""
+        path = self._root / kind
+        if kind == "latent":
+            make_latent("v3", path)
+        elif kind == "window":
+            make_windowed("gemma2", path, window=WINDOW, num_key_value_heads=4)
+        else:
+            make_checkpoint("llama-tied", path)
+        return path
+
+    def cold(self, kind: str, kernels: str, dtype: str, tp: int = 1) -> Cold:
+        key = kind, kernels, dtype, tp
+        if key not in self._colds:
+            self._colds[key] = Cold(self.path(kind), tp=tp, kernels=kernels, kv_dtype=dtype)
+        return self._colds[key]
+
+    def close(self) -> None:
+        for cold in self._colds.values():
+            cold.close()
 
 
-@pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("matrix")
-
-
-@functools.cache
-def _cold(path: Path, kernels: str, dtype: str) -> Cold:
-    return Cold(path, kernels=kernels, kv_dtype=dtype)
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracles]:
+    oracles = Oracles(tmp_path_factory.mktemp("matrix"))
+    yield oracles
+    oracles.close()
 
 
 def _shape(mesh: tuple[int, int], way: Remote, dtype: str, kernels: str) -> dict[str, Any]:
@@ -100,15 +117,16 @@ def _again(rig: Rig, head: list[int], source: str) -> None:
 
 
 def _is_exact(mesh: tuple[int, int], way: Remote) -> bool:
-    tp, cp = mesh
-    return tp == 1 and (cp == 1 or way is Remote.DIRECT)
+    """Whether nothing is merged of parts."""
+    return way is Remote.DIRECT or mesh == (1, 1)
 
 
-def _check(rig: Rig, cold: Cold, mesh: tuple[int, int], way: Remote, dtype: str) -> None:
-    if _is_exact(mesh, way):
-        assert check_exact(rig, cold) > 0
-    else:
-        _check_near(rig, cold, dtype)
+def _check(rig: Rig, oracles: Oracles, cell: Cell, kernels: str) -> None:
+    (tp, _), kind, dtype, _, way = cell
+    if _is_exact(cell[0], way):
+        assert check_exact(rig, oracles.cold(kind, kernels, dtype, tp)) > 0
+    if tp > 1 or way is not Remote.DIRECT:
+        _check_near(rig, oracles.cold(kind, kernels, dtype), dtype)
 
 
 def _check_near(rig: Rig, cold: Cold, dtype: str) -> None:
@@ -151,43 +169,36 @@ def _odd_codes(held: bytes, expected: bytes, dtype: str) -> int:
     return int((~np.isclose(a, b, rtol=1e-4, atol=1e-4 * float(np.abs(b).max(initial=0.0)))).sum())
 
 
-def _play(
-    root: Path,
-    tmp_path: Path,
-    patch: pytest.MonkeyPatch,
-    cell: tuple[tuple[int, int], str, str, str, Remote],
-) -> None:
+def _play(oracles: Oracles, tmp_path: Path, patch: pytest.MonkeyPatch, cell: Cell) -> None:
     mesh, kind, dtype, source, way = cell
-    exact = _is_exact(mesh, way)
-    kernels = "reference" if exact else "auto"
-    if exact:
+    kernels = "reference" if _is_exact(mesh, way) else "auto"
+    if _is_exact(mesh, way):
         sum_row_by_row(patch)
-    path = _folder(root, kind)
-    cold, shape = _cold(path, kernels, dtype), _shape(mesh, way, dtype, kernels)
+    path, shape = oracles.path(kind), _shape(mesh, way, dtype, kernels)
     with Rig(path, **shape, store=tmp_path) as rig:
         head = _head(rig, PRODUCT.index(cell))
         if source == "host":
             rig.cache.evict(rig.cache.evictable_pages)
         if source != "storage":
             _again(rig, head, source)
-        _check(rig, cold, mesh, way, dtype)
+        _check(rig, oracles, cell, kernels)
     if source == "storage":
         with Rig(path, **shape, store=tmp_path) as rig:
             _again(rig, head, source)
-            _check(rig, cold, mesh, way, dtype)
+            _check(rig, oracles, cell, kernels)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_pairs_of_all_axes(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: Any
+    oracles: Oracles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: Any
 ) -> None:
     """Every two values of different axes meet in one of these cells."""
-    _play(root, tmp_path, monkeypatch, cell)
+    _play(oracles, tmp_path, monkeypatch, cell)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("cell", [cell for cell in PRODUCT if cell not in CELLS], ids=str)
 def test_the_whole_product(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: Any
+    oracles: Oracles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: Any
 ) -> None:
-    _play(root, tmp_path, monkeypatch, cell)
+    _play(oracles, tmp_path, monkeypatch, cell)
