@@ -127,7 +127,7 @@ def load_worker(
     `on_progress(done_bytes, total_bytes)` follows the weights. Raises ConfigError for options that
     cannot be, for a broken or unsupported checkpoint, and for memory that does not suffice.
     """
-    dtype, device = _dtype(options.dtype), _device(options.device)
+    device = _device(options.device)
     _set_threads(options.threads)
     config = read_model_config(path)
     max_len = _max_model_len(options, config)
@@ -166,13 +166,7 @@ def load_worker(
         max_model_len=max_len,
         weight_bytes=forward.weight_bytes,
         kernels=forward.kernels,
-        activation_bytes=activation_bytes(
-            how.shard.config(config),
-            options.max_prefill_tokens,
-            dtype=dtype,
-            max_running=options.max_running,
-            tp=how.shard.count,
-        ),
+        activation_bytes=_step_bytes(options, config, how),
         hosts=hosts,
         transfers=transfers,
         reload=partial(_reload, runner, pools, config, how),
@@ -219,6 +213,16 @@ def _forward_options(
         num_positions=num_positions,
         shard=shard,
         row=ALONE if place is None else Row(place.row),
+    )
+
+
+def _step_bytes(options: WorkerOptions, config: ModelConfig, how: ForwardOptions) -> int:
+    return activation_bytes(
+        how.shard.config(config),
+        options.max_prefill_tokens,
+        dtype=_dtype(options.dtype),
+        max_running=options.max_running,
+        tp=how.shard.count,
     )
 
 

@@ -56,11 +56,14 @@ def test_rows_of_processes_answer_as_one_rank(
 ) -> None:
     """A row owns pages: the memory of two pools where cp is 2, whatever tp is."""
     before = set(rank_pids(os.getpid()))
-    with open_llm(model, cp, tp=2, remote_kv=remote_kv, host_memory="1MB") as llm:
+    settings = {"remote_kv": remote_kv, "host_memory": "1MB", "num_pages": 120}
+    with open_llm(model, cp, tp=2, **settings) as llm:
         assert len(set(rank_pids(os.getpid())) - before) == 2 * cp - 1
         rows = dict(startup_rows(llm._core.facts))
-        assert rows["pages"] == str(60 * cp)
-        assert rows["ranks"].startswith(f"{2 * cp} processes (cp {cp} x tp 2), 60 pages for each 2")
+        assert rows["pages"].replace(",", "") == str(120 * cp)
+        assert rows["ranks"].startswith(
+            f"{2 * cp} processes (cp {cp} x tp 2), 120 pages for each 2"
+        )
         check_twice(llm, expected)
     assert set(rank_pids(os.getpid())) == before
 

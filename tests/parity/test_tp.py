@@ -29,12 +29,10 @@ from tests.parity.test_tiers import chat
 
 # (kind, tp, cp, way, kernels): "llama-tied" has 4 KV heads, and a head that is the embedding.
 MESHES = [
-    ("llama", 2, 1, "direct", "torch"),
     ("llama", 2, 2, "gather_kv", "torch"),
     ("llama-tied", 4, 1, "send_q", "torch"),
     ("llama-tied", 2, 2, "direct", "torch"),
     ("qwen3", 2, 2, "send_q", "torch"),
-    ("v3", 2, 1, "direct", "torch"),
     ("v3-halves", 2, 2, "direct", "torch"),
     ("v2-lite", 4, 1, "gather_kv", "torch"),
     ("v3-yarn", 2, 1, "send_q", "torch"),
@@ -78,7 +76,6 @@ def test_requests_that_come_and_go_over_a_small_pool(
 
 
 STORED = [
-    ("llama", Mesh(tp=2), Mesh()),
     ("llama", Mesh(), Mesh(tp=2)),
     ("llama-tied", Mesh(tp=2, cp=2), Mesh(tp=4)),
     ("v3", Mesh(tp=2, cp=2), Mesh()),
@@ -112,7 +109,7 @@ def test_what_one_mesh_has_stored_another_one_reads(
             check_all(rig, cold)
 
 
-WINDOWS = [("mistral", 4, 2, 1), ("gemma3", 8, 2, 2), ("gpt_oss", 8, 2, 2), ("qwen2", 4, 2, 1)]
+WINDOWS = [("mistral", 4, 2, 1), ("gemma3", 8, 2, 2), ("gpt_oss", 8, 2, 2)]
 
 
 @pytest.mark.parametrize(("family", "window", "tp", "cp"), WINDOWS, ids=str)
@@ -138,7 +135,6 @@ EXACT = [
     ("llama-tied", "fp8", 2, 2),
     ("llama-tied", "fp4", 4, 1),
     ("v3", "int8", 2, 2),
-    ("v3-yarn", "fp4", 2, 1),
     ("gpt_oss", "bf16", 2, 1),
 ]
 
@@ -169,6 +165,31 @@ def test_bytes_after_every_journey_are_those_of_the_row_that_computed_them(
         rig.cache.evict(rig.cache.evictable_pages)
         assert rig.ask(history + answer.tokens + words(99, 3), 2).sources.host > 0
         assert check_exact(rig, cold) > 0
+
+
+def test_a_row_of_processes(models: Models) -> None:
+    """Seeded requests over a small pool: freed pages are NaN in both, digests are compared in every
+    step, and the core is given away at random."""
+    path, rng = models("llama"), random.Random(8)
+    with Rig(
+        path,
+        page_size=4,
+        num_pages=30,
+        host_pages=96,
+        max_prefill_tokens=24,
+        max_running=4,
+        tp=2,
+        processes=True,
+    ) as rig:
+        heads = [words(rng.randrange(999), rng.randrange(8, 24)) for _ in range(3)]
+        for i in range(14):
+            rig.add(rng.choice(heads) + words(i, rng.randrange(1, 16)), rng.randrange(1, 30))
+            for _ in range(rng.randrange(8)):
+                rig.loop.step()
+        rig.loop.run_until_idle()
+        assert rig.cache.leader.evicted_pages > 0
+        assert sum(answer.cached for answer in rig.answers.values()) > 0
+        check_all(rig, Cold(path))
 
 
 @pytest.mark.parametrize(
