@@ -54,7 +54,7 @@ class RankBuild:
                 reap=self.ranks.reap,
             )
         )
-        return replace(core, failure=worker.failure)
+        return replace(core, failure=worker.failure, tell=worker.farewell)
 
 
 def _reload(

@@ -47,6 +47,10 @@ class EngineCore(Protocol):
         """Carry it out; `reply` is called once, now or in a later pass."""
         ...
 
+    def farewell(self) -> None:
+        """The end that comes now is in order: whoever serves this core is told so."""
+        ...
+
     def close(self) -> None:
         """Give back threads and memory."""
         ...

@@ -114,6 +114,9 @@ class CoreProcess:
             core = self._build()
             try:
                 self._serve(core)
+            except _Stop:
+                core.farewell()
+                raise
             finally:
                 core.close()
         except _Stop:

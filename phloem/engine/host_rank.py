@@ -59,5 +59,5 @@ def _serve(launch: Launch, met: Met, timeout_s: float) -> int:
     wire = Wire(met.sock)
     status = RankProcess(wire, launch.rank, take, ranks_here=launch.local_size).run()
     if status:
-        logger.error("this rank ends with status %d: the leader's log says why", status)
+        logger.error("this rank ends with status %d; rank 0 or what ran it says why", status)
     return status

@@ -37,10 +37,14 @@ def _healthy() -> None:
     return None
 
 
+def _nobody() -> None:
+    """Nobody else serves this core."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoopCore:
     """An `EngineCore`. Owns the worker and the tiers. `failure()`: why the worker is dead, if it is
-    although no step has failed."""
+    although no step has failed. `tell`: what `farewell` calls."""
 
     loop: EngineLoop
     worker: Worker
@@ -48,6 +52,7 @@ class LoopCore:
     operator: Operator
     tiers: TierParts | None = None
     failure: Callable[[], str | None] = _healthy
+    tell: Callable[[], None] = _nobody
     held: dict[str, GenerateRequest] = field(default_factory=dict)  # until the weights are new
 
     def add(self, request: GenerateRequest) -> None:
@@ -83,6 +88,9 @@ class LoopCore:
 
     def stats(self) -> EngineStats:
         return self.loop.stats()
+
+    def farewell(self) -> None:
+        self.tell()
 
     def close(self) -> None:
         self.operator.close()

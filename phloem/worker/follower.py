@@ -18,7 +18,7 @@ from phloem.core.errors import ConfigError, GroupError, PhloemError
 from phloem.core.plan import StepPlan
 from phloem.worker.load import LoadedWorker
 from phloem.worker.torch_worker import InlineWorker
-from phloem.worker.wire import Cancel, Done, Failed, Load, Loaded, Step, Swap, Wire, packed
+from phloem.worker.wire import Cancel, Done, End, Failed, Load, Loaded, Step, Swap, Wire, packed
 
 __all__ = ["Follower", "NoReplica", "Replica"]
 
@@ -59,9 +59,11 @@ class Follower:
         self._plans: queue.SimpleQueue[StepPlan | Callable[[], None] | None] = queue.SimpleQueue()
         self._failing = threading.Lock()
         self._failure: str | None = None  # set once the leader has been told
+        self._in_order = False  # the leader has said that it ends
 
     def serve(self) -> str | None:
-        """Run plans until the leader closes the wire; why not to its end, if something failed."""
+        """Run plans until the leader closes the wire; why not to its end, if something failed, here
+        or with the leader."""
         reader = threading.Thread(target=self._read, name=f"phloem-rank{self._rank}", daemon=True)
         reader.start()
         try:
@@ -78,6 +80,8 @@ class Follower:
             self._wire.shut()
             reader.join()
             self._wire.close()
+        if self._failure is None and not self._in_order:
+            return "the leader is gone"
         return self._failure
 
     def _read(self) -> None:
@@ -98,6 +102,8 @@ class Follower:
                         assert self._swap is not None, "nothing was loaded"
                         self._plans.put(self._swap)
                         self._swap = None
+                    case End():
+                        self._in_order = True
         except Exception as error:  # as above
             self._fail(error)
         self._worker.stop()

@@ -20,7 +20,7 @@ from phloem.core.plan import RowPlan, RowResult, StepPlan, StepResult
 from phloem.core.refs import PageRef
 from phloem.worker.peers import PATIENCE_S
 from phloem.worker.torch_worker import InlineWorker, TorchWorker
-from phloem.worker.wire import Cancel, Done, Load, Loaded, Step, Swap, Up, Wire, packed
+from phloem.worker.wire import Cancel, Done, End, Load, Loaded, Step, Swap, Up, Wire, packed
 
 __all__ = ["Log", "RankHooks", "RankedWorker", "merged"]
 
@@ -220,6 +220,10 @@ class RankedWorker:
     def read_page(self, ref: PageRef, component: int = 0) -> bytes:
         """A copy of a page's bytes, whoever owns it; no plan may be in flight."""
         return self._own.read_page(ref, component)
+
+    def farewell(self) -> None:
+        """What comes now is an orderly end: the ranks take a wire that closes for one."""
+        self._broadcast(packed(End()))
 
     def stop(self) -> None:
         """Let all ranks give up what they run, and end. Returns at once; idempotent."""

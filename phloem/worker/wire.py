@@ -1,7 +1,7 @@
 """What travels between the leader and the other ranks, and how: whole messages over a stream.
 
-    leader --Step, Cancel, Load, Swap--> rank     frames (`core.frames`) of MessagePack
-    leader <--Done, Loaded, Failed------ rank
+    leader --Step, Cancel, Load, Swap, End--> rank     frames (`core.frames`) of MessagePack
+    leader <--Done, Loaded, Failed----------- rank
 
 One `Step` per step is all that a leader must send; nobody answers it but with `Done`.
 """
@@ -25,6 +25,7 @@ __all__ = [
     "Cancel",
     "Done",
     "Down",
+    "End",
     "Failed",
     "Load",
     "Loaded",
@@ -65,6 +66,11 @@ class Swap(msgspec.Struct, tag=True, frozen=True):
     """After the steps sent so far: what was loaded last is what computes."""
 
 
+class End(msgspec.Struct, tag=True, frozen=True):
+    """The last message of a leader that ends in order. Who sees the wire close without it knows
+    that something has failed."""
+
+
 class Loaded(msgspec.Struct, tag=True, frozen=True):
     """The end of `Load`. `error`: one line, if it cannot be used."""
 
@@ -84,7 +90,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     hearsay: bool = False
 
 
-Down: TypeAlias = Step | Cancel | Load | Swap
+Down: TypeAlias = Step | Cancel | Load | Swap | End
 Up: TypeAlias = Done | Loaded | Failed
 
 

@@ -196,6 +196,17 @@ def test_ranks_started_by_hand_drain_on_sigterm(launched: Launched) -> None:
 
 
 @pytest.mark.long
+def test_a_killed_leader_ends_the_others_with_an_error(launched: Launched) -> None:
+    """Red if whoever supervises the other host is told that all is well."""
+    launched.by_hand(0, 2, *TRAVELS)
+    launched.by_hand(1, 2, *TRAVELS)
+    launched.wait_ready()
+    launched.processes[0].kill()
+    assert launched.processes[1].wait(5) == 1
+    assert "rank 1: this rank ends with status 1" in launched.output()
+
+
+@pytest.mark.long
 def test_ranks_of_one_torchrun_share_memory_and_tiers(
     launched: Launched, expected: list[Any]
 ) -> None:

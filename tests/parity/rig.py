@@ -92,6 +92,7 @@ def _load(
     mesh: Mesh = ONE_RANK,
     replica: Callable[[int], Replica] | None = None,
     children: list[subprocess.Popen[bytes]] | None = None,
+    apart: bool = False,
     **more: Any,
 ) -> LoadedWorker:
     options = WorkerOptions(
@@ -107,7 +108,9 @@ def _load(
     if children is not None:
         return load_process_ranks(path, options, mesh, children)
     if mesh.world > 1:
-        return load_local_ranks(path, options, mesh.cp, tp=mesh.tp, replicas=replica)
+        return load_local_ranks(
+            path, options, mesh.cp, tp=mesh.tp, replicas=replica, maps_pools=not apart
+        )
     return load_worker(path, options)
 
 
@@ -229,9 +232,12 @@ class Rig:
         processes: bool = False,
         kv_dtype: str = "auto",
         remote: Remote = Remote.DIRECT,
+        apart: bool = False,
     ) -> None:
         """With `ranks`, threads of this process that share all these pages, each of `tp` parts; or
-        `processes`, of which only rank 0 tells its logits, and which page it has made."""
+        `processes`, of which only rank 0 tells its logits, and which page it has made. `apart`:
+        threads that share no memory, as on several hosts: pages cannot be compared."""
+        self.apart = apart
         mesh = Mesh(tp=tp, cp=ranks)
         if read_model_config(path).mla is not None:
             ranks *= tp  # that own pages
@@ -252,6 +258,7 @@ class Rig:
             mesh=mesh,
             replica=self._replica,
             children=self._children if processes else None,
+            apart=apart,
             inline=not overlap,
             host_pages=host_pages,
             transfer_hooks=transfer_hooks,
@@ -370,7 +377,8 @@ class Rig:
         with self._lock:
             for i, row in enumerate(logits):
                 self.logits[serial][start + i] = row.clone()
-            self._note_pages(serial, start, start + len(logits))
+            if not self.apart:
+                self._note_pages(serial, start, start + len(logits))
 
     def _note_pages(self, serial: int, start: int, end: int) -> None:
         """On the worker's thread, right after a forward pass: the pages that it has completed."""
@@ -579,4 +587,5 @@ def check_all(rig: Rig, cold: Cold) -> None:
     assert check_logits(rig, cold) > 0
     settle(rig)
     check_invariants(rig.cache, idle=True)
-    check_pages(rig, cold)
+    if not rig.apart:
+        check_pages(rig, cold)

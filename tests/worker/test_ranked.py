@@ -14,7 +14,7 @@ from phloem.core.plan import PageTableUpdate, RowInit, RowPlan, RowResult, StepP
 from phloem.core.refs import make_ref
 from phloem.core.request import SamplingParams, TokenLogprob
 from phloem.worker import RankedWorker, RankHooks, Wire, packed
-from phloem.worker.wire import Cancel, Done, Failed, Step
+from phloem.worker.wire import Cancel, Done, End, Failed, Step
 
 PATIENCE_S = 20.0
 
@@ -271,6 +271,13 @@ def test_a_failure_is_known_before_the_leaders_own_worker_notices(rig) -> None:
     assert rig.worker.wait(0.0)
     with pytest.raises(EngineDead, match="rank 2 failed: ValueError: no"):
         rig.worker.collect()
+
+
+def test_ranks_are_told_of_an_end_in_order(rig) -> None:
+    """Red if they cannot tell it from the end of a leader that has been killed."""
+    rig.worker.farewell()
+    rig.worker.stop()
+    assert list(rig.down[1]) == [End()]
 
 
 def test_close_reaps_between_the_order_and_the_end(rig) -> None:
