@@ -1,7 +1,7 @@
 """What travels between the leader and the other ranks, and how: whole messages over a stream.
 
-    leader --Step, Cancel, Load, Swap--> rank     frames (`core.frames`) of MessagePack
-    leader <--Done, Loaded, Failed------ rank
+    leader --Step, Cancel, ... --> rank     frames (`core.frames`) of MessagePack
+    leader <--Done, Failed, ... -- rank
 
 One `Step` per step is all that a leader must send; nobody answers it but with `Done`.
 """
@@ -28,6 +28,7 @@ __all__ = [
     "Failed",
     "Load",
     "Loaded",
+    "Measure",
     "Step",
     "Swap",
     "Up",
@@ -42,11 +43,13 @@ SEND_PATIENCE_S = 30
 
 class Step(msgspec.Struct, tag=True, frozen=True):
     """`log`: commands since the last record, as `replica.pack` has them. `digest`: of the leader's
-    state after them, to be compared; None: not now."""
+    state after them, to be compared; None: not now. `free`: its free pages by pool after them,
+    which all ranks compare before the step; None: they do not."""
 
     plan: StepPlan
     log: bytes = b""
     digest: str | None = None
+    free: dict[str, int] | None = None
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -63,6 +66,10 @@ class Load(msgspec.Struct, tag=True, frozen=True):
 
 class Swap(msgspec.Struct, tag=True, frozen=True):
     """After the steps sent so far: what was loaded last is what computes."""
+
+
+class Measure(msgspec.Struct, tag=True, frozen=True):
+    """Before the first step: take part in the leader's measuring. Nobody answers."""
 
 
 class Loaded(msgspec.Struct, tag=True, frozen=True):
@@ -84,7 +91,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     hearsay: bool = False
 
 
-Down: TypeAlias = Step | Cancel | Load | Swap
+Down: TypeAlias = Step | Cancel | Load | Swap | Measure
 Up: TypeAlias = Done | Loaded | Failed
 
 
