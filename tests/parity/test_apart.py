@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from phloem.core.remote import Remote
+from phloem.core.remote import Remote, RemoteWays
 from phloem.kv.sizing import least_window_pages
 from phloem.worker import SampledTokens
 from tests.parity.conftest import Models, Windowed
@@ -41,7 +41,7 @@ def test_requests_that_come_and_go_over_a_small_pool(
         ranks=ranks,
         overlap=overlap,
         kernels=kernels,
-        remote=Remote(way),
+        remote=RemoteWays.all(Remote(way)),
         apart=True,
     ) as rig:
         heads = [words(rng.randrange(999), rng.randrange(5, 40)) for _ in range(3)]
@@ -73,7 +73,7 @@ def test_windows_have_pools_of_their_own_too(
         num_pages=60,
         window_pages=ranks * (least_window_pages(16, 4) + 2),
         ranks=ranks,
-        remote=Remote(way),
+        remote=RemoteWays.all(Remote(way)),
         apart=True,
     ) as rig:
         chat(rig, 50, 6)
@@ -86,7 +86,7 @@ def test_a_token_that_does_not_travel_is_noticed(
     """A mutation: nobody takes in what other ranks have sampled."""
     monkeypatch.setattr(SampledTokens, "write", lambda *_: None)
     path = models("llama")
-    remote = Remote.GATHER_KV
+    remote = RemoteWays.all(Remote.GATHER_KV)
     with Rig(path, page_size=4, num_pages=40, ranks=2, remote=remote, apart=True) as rig:
         rig.ask(words(1, 21), 12)
         with pytest.raises(AssertionError):
