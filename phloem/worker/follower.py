@@ -19,13 +19,11 @@ from phloem.core.errors import ConfigError, GroupError, PhloemError
 from phloem.core.plan import StepPlan
 from phloem.worker.load import LoadedWorker
 from phloem.worker.torch_worker import InlineWorker
-<<<<<<< HEAD
-from phloem.worker.wire import Cancel, Done, End, Failed, Load, Loaded, Step, Swap, Wire, packed
-=======
 from phloem.worker.verify import FreePages
 from phloem.worker.wire import (
     Cancel,
     Done,
+    End,
     Failed,
     Load,
     Loaded,
@@ -35,7 +33,6 @@ from phloem.worker.wire import (
     Wire,
     packed,
 )
->>>>>>> ways
 
 __all__ = ["Follower", "NoReplica", "Replica"]
 

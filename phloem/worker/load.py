@@ -242,16 +242,6 @@ def _forward_options(
     )
 
 
-def _step_bytes(options: WorkerOptions, config: ModelConfig, how: ForwardOptions) -> int:
-    return activation_bytes(
-        how.shard.config(config),
-        options.max_prefill_tokens,
-        dtype=_dtype(options.dtype),
-        max_running=options.max_running,
-        tp=how.shard.count,
-    )
-
-
 def _device_pages(options: WorkerOptions, specs: tuple[KVSpec, ...]) -> tuple[int, ...]:
     return page_counts(
         specs,

@@ -21,12 +21,20 @@ from phloem.core.refs import PageRef
 from phloem.core.remote import LinkRates
 from phloem.worker.peers import PATIENCE_S
 from phloem.worker.torch_worker import InlineWorker, TorchWorker
-<<<<<<< HEAD
-from phloem.worker.wire import Cancel, Done, End, Load, Loaded, Step, Swap, Up, Wire, packed
-=======
 from phloem.worker.verify import FreePages
-from phloem.worker.wire import Cancel, Done, Load, Loaded, Measure, Step, Swap, Up, Wire, packed
->>>>>>> ways
+from phloem.worker.wire import (
+    Cancel,
+    Done,
+    End,
+    Load,
+    Loaded,
+    Measure,
+    Step,
+    Swap,
+    Up,
+    Wire,
+    packed,
+)
 
 __all__ = ["Log", "RankHooks", "RankedWorker", "merged"]
 

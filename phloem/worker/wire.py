@@ -1,12 +1,7 @@
 """What travels between the leader and the other ranks, and how: whole messages over a stream.
 
-<<<<<<< HEAD
-    leader --Step, Cancel, Load, Swap, End--> rank     frames (`core.frames`) of MessagePack
-    leader <--Done, Loaded, Failed----------- rank
-=======
     leader --Step, Cancel, ... --> rank     frames (`core.frames`) of MessagePack
     leader <--Done, Failed, ... -- rank
->>>>>>> ways
 
 One `Step` per step is all that a leader must send; nobody answers it but with `Done`.
 """
@@ -74,14 +69,13 @@ class Swap(msgspec.Struct, tag=True, frozen=True):
     """After the steps sent so far: what was loaded last is what computes."""
 
 
-<<<<<<< HEAD
 class End(msgspec.Struct, tag=True, frozen=True):
     """The last message of a leader that ends in order. Who sees the wire close without it knows
     that something has failed."""
-=======
+
+
 class Measure(msgspec.Struct, tag=True, frozen=True):
     """Before the first step: take part in the leader's measuring. Nobody answers."""
->>>>>>> ways
 
 
 class Loaded(msgspec.Struct, tag=True, frozen=True):
@@ -103,11 +97,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     hearsay: bool = False
 
 
-<<<<<<< HEAD
-Down: TypeAlias = Step | Cancel | Load | Swap | End
-=======
-Down: TypeAlias = Step | Cancel | Load | Swap | Measure
->>>>>>> ways
+Down: TypeAlias = Step | Cancel | Load | Swap | Measure | End
 Up: TypeAlias = Done | Loaded | Failed
 
 
