@@ -233,7 +233,7 @@ def test_two_hosts_of_two_ranks_answer_as_one_rank(
 
 @pytest.mark.long
 def test_a_leader_whose_rank_never_joins_says_which(launched: Launched) -> None:
-    launched.by_hand(0, 3, *TRAVELS, "--join-timeout-s", "8")
-    launched.by_hand(2, 3, *TRAVELS, "--join-timeout-s", "8")
-    assert launched.statuses(60) == [1, 1]
-    assert "rank 1 has not joined for 8 s" in launched.output()
+    launched.by_hand(2, 3, *TRAVELS)
+    launched.by_hand(0, 3, *TRAVELS, "--join-timeout-s", "12")
+    assert launched.statuses(100) == [1, 1]
+    assert "rank 1 has not joined for 12 s" in launched.output()

@@ -70,6 +70,9 @@ class _ProfiledCore:
     def command(self, command: Command, reply: Reply) -> None:
         self.core.command(command, reply)
 
+    def farewell(self) -> None:
+        self.core.farewell()
+
     def close(self) -> None:
         self.core.close()
         self.stack.close()
