@@ -8,6 +8,7 @@ import json
 import os
 import random
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,4 +46,6 @@ if __name__ == "__main__":
     state = CacheState(options.page_size, pages, host_pages=args.host_pages)
     wire = Wire(socket.socket(fileno=args.socket))
     failure = Follower(seat.progress.rank, wire, loaded, RecordReader(state)).serve()
+    if failure is not None:
+        print(f"rank {seat.progress.rank}: {failure}", file=sys.stderr, flush=True)
     os._exit(0 if failure is None else 1)

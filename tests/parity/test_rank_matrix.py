@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 from phloem.cache import check_invariants
+from phloem.cache.remote_choice import RemoteChooser
 from phloem.core.remote import IN_PLACE, Remote, RemoteWays
 from phloem.core.tokens import TOKEN_BYTES
 from phloem.tiers import TierConfig
@@ -206,3 +207,34 @@ def test_the_whole_product(
     oracles: Oracles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: Any
 ) -> None:
     _play(oracles, tmp_path, monkeypatch, cell)
+
+
+# Processes live long: each group takes three journeys, from different tiers, in different ways.
+GROUPS = [
+    ((1, 2), "heads", "bf16", 0),
+    ((2, 1), "heads", "int8", 1),
+    ((2, 2), "latent", "fp32", 2),
+    ((1, 4), "latent", "fp8", 0),
+]
+
+
+@pytest.mark.parametrize(("mesh", "kind", "dtype", "first"), GROUPS, ids=str)
+def test_processes_go_through_tiers_and_ways(
+    oracles: Oracles, tmp_path: Path, *, mesh: tuple[int, int], kind: str, dtype: str, first: int
+) -> None:
+    """Twelve cells: freed pages are NaN, cores are given away at random, digests compared."""
+    names = tuple(WAYS)
+    shape = _shape(mesh, "direct", dtype, "auto")
+    with Rig(oracles.path(kind), **shape, store=tmp_path, processes=True) as rig:
+        for turn, source in enumerate(SOURCES):
+            way = names[(first + turn) % len(names)]
+            rig.scheduler.remote = RemoteChooser(WAYS[way])
+            head = _head(rig, 1000 + turn)
+            if source == "host":
+                rig.cache.evict(rig.cache.evictable_pages)
+            if source == "storage":
+                rig.loop.run_until_idle()
+                assert rig.scheduler.tiers.flush(30.0) == 0
+                rig.loop.flush()
+            _again(rig, head, source)
+        _check_near(rig, oracles.cold(kind, "auto", dtype), dtype)
