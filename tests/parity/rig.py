@@ -301,6 +301,8 @@ class Rig:
 
     def __exit__(self, *_: object) -> None:
         self.loop.run_until_idle()
+        if isinstance(self.loaded.worker, RankedWorker):
+            self.loaded.worker.farewell()
         self.recorder.close()
         if self.loaded.transfers is not None:
             if self._store is not None:
