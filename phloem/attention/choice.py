@@ -1,4 +1,4 @@
-"""The way in which a step attends over remote pages, chosen anew for each step.
+"""The ways in which a step attends over remote pages, chosen anew for each step.
 
 All ways are over the same pages and give the same result, so a step may be computed in one and the
 next one in another.
@@ -17,7 +17,7 @@ from phloem.attention.layered import LayeredAttention
 from phloem.attention.remote import RemoteAttention
 from phloem.attention.remote_pages import RankPool
 from phloem.core.group import Group
-from phloem.core.remote import Remote
+from phloem.core.remote import RemoteWays
 
 __all__ = ["AttentionChoice", "PlannedAttention"]
 
@@ -31,10 +31,10 @@ class PlannedAttention:
 
 
 class AttentionChoice:
-    """One rank's attention in every way that its machine can do.
+    """One rank's attention in all ways that its machine can do.
 
     `direct` reads global page numbers in place where `pools` are parts of memory that all ranks
-    map. Without a `group`, which it owns, there is no other way than DIRECT.
+    map. Without a `group`, which it owns, nothing can travel.
     """
 
     def __init__(
@@ -44,17 +44,28 @@ class AttentionChoice:
         group: Group[Tensor] | None = None,
     ) -> None:
         self._pools, self._group = tuple(pools), group
-        self._remote: dict[Remote, RemoteAttention] = {}
+        self._remote: RemoteAttention | None = None
         self.replace(direct)
 
     def replace(self, direct: LayeredAttention) -> None:
         """Attention of other weights over the same pages, from the next plan on."""
         self._direct = direct
         if self._group is not None:
-            self._remote = {
-                way: RemoteAttention(direct, self._pools, self._group, remote=way)
-                for way in (Remote.GATHER_KV, Remote.SEND_Q)
-            }
+            self._remote = RemoteAttention(direct, self._pools, self._group)
+
+    @property
+    def direct(self) -> LayeredAttention:
+        """Attention over this rank's pages, and over all others that are mapped."""
+        return self._direct
+
+    @property
+    def pools(self) -> tuple[RankPool, ...]:
+        """This rank's pages, by component."""
+        return self._pools
+
+    @property
+    def group(self) -> Group[Tensor] | None:
+        return self._group
 
     def close(self) -> None:
         """Leave the group: ranks that wait for this one are told. Idempotent."""
@@ -62,10 +73,11 @@ class AttentionChoice:
             self._group.close()
 
     def plan(
-        self, remote: Remote, shares: Sequence[Sequence[RaggedBatch]], *, ahead: bool = True
+        self, ways: RemoteWays, shares: Sequence[Sequence[RaggedBatch]], *, ahead: bool = True
     ) -> PlannedAttention:
         """`shares` and `ahead` as `RemoteAttention.plan` takes them."""
-        if remote is Remote.DIRECT:
+        if not ways.exchanges:
             return PlannedAttention(self._direct, self._direct.plan(shares[self._pools[0].rank]))
-        attention = self._remote[remote]
-        return PlannedAttention(attention, attention.plan(shares, ahead=ahead))
+        attention = self._remote
+        assert attention is not None, "nothing can travel: this rank is in no group"
+        return PlannedAttention(attention, attention.plan(ways, shares, ahead=ahead))

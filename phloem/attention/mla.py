@@ -161,9 +161,10 @@ class MLAAttention(AttentionBackend[GatherPlan]):
         """(H, n, E) of queries (n, H, D), part by part, merged by log-sum-exp, and that (H, n)."""
         count, heads = q.shape[:2]
         width = self._mla.kv_rank if up is None else self._mla.v_dim
-        total = q.new_zeros((heads, count, width))
-        lse = q.new_full((heads, count), -torch.inf, dtype=torch.float32)
+        total = q.new_empty((heads, count, width))
+        lse = q.new_empty((heads, count), dtype=torch.float32)
         absorbed: Tensor | None = None
+        begun = 0  # of the queries, the first ones: they have been attended to
         for block in (chunk.own, *chunk.earlier):
             rows = self._gather(layer, block)
             own = block is chunk.own
@@ -178,9 +179,13 @@ class MLAAttention(AttentionBackend[GatherPlan]):
             else:
                 found = list(self._attend_expanded(q, rows, up, own))
             for queries, part, part_lse in found:
-                total[:, queries], lse[:, queries] = merge_partials(
-                    part, part_lse, total[:, queries], lse[:, queries]
-                )
+                if queries.start == begun:  # the chunk's own tokens come first, in their order
+                    begun = queries.stop
+                else:
+                    part, part_lse = merge_partials(
+                        part, part_lse, total[:, queries], lse[:, queries]
+                    )
+                total[:, queries], lse[:, queries] = part, part_lse
         return total, lse
 
     def _gather(self, layer: int, block: Block) -> Tensor:

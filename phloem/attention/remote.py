@@ -1,11 +1,13 @@
-"""Attention over pages that other ranks own, without reading their memory.
+"""Attention over pages that other ranks own, where at least a part of it needs an exchange.
 
 GATHER_KV: the pages travel. A rank attends over its own pages, and over copies of the others'.
 SEND_Q: the queries travel. Each rank attends over its own pages for all who ask, and the partial
 results travel back.
 
-What is computed in parts is merged exactly by log-sum-exp. Layers with a window gather in both
-ways: a window is a few pages, staged side by side with the own ones, and attended to at once.
+What was cached may go one way and the chunk's own KV another, or be read in place where it is
+mapped. All of it is computed in parts, which are merged exactly by log-sum-exp. Layers with a
+window gather in any way: a window is a few pages, staged side by side with the own ones, and
+attended to at once.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from phloem.attention.held import held_part
 from phloem.attention.layered import LayeredAttention
 from phloem.attention.own_part import OwnPart
 from phloem.attention.remote_pages import HALVES, PageExchange, PagePlan, RankPool
-from phloem.attention.remote_queries import QueryExchange, add_part
+from phloem.attention.remote_queries import QueryExchange, QueryPlan, add_part
 from phloem.core.group import Group, Pending
-from phloem.core.remote import Remote
+from phloem.core.remote import Remote, RemoteWays
 from phloem.kernels import add_sinks
 
 __all__ = ["RemoteAttention", "RemoteStep"]
@@ -38,7 +40,7 @@ _Ints = npt.NDArray[np.int64]
 class _Travel(Protocol):
     """How one component's layers attend; `layer` counts within it, `half` says which buffer."""
 
-    def plan(self, shares: Sequence[RaggedBatch]) -> Any:
+    def plan(self, shares: Sequence[RaggedBatch], ways: RemoteWays) -> Any:
         """`shares[r]`: what rank r computes, with tables of global page numbers."""
         ...
 
@@ -46,14 +48,15 @@ class _Travel(Protocol):
         """Begin what needs nothing of this step."""
         ...
 
-    def begin(self, layer: int, half: int, q: Tensor, plan: Any) -> Pending | None:
+    def begin(self, layer: int, half: int, q: Tensor, plan: Any) -> Any:
         """Begin what needs the layer's K and V in their pages."""
         ...
 
     def finish(
-        self, layer: int, half: int, q: Tensor, plan: Any, flights: Sequence[Pending]
+        self, layer: int, half: int, q: Tensor, plan: Any, begun: tuple[Pending | None, Any]
     ) -> tuple[Tensor, Tensor]:
-        """Attention and its log-sum-exp, as `AttentionBackend.partial`."""
+        """Attention and its log-sum-exp, as `AttentionBackend.partial`. `begun`: what `fetch` and
+        `begin` returned."""
         ...
 
 
@@ -76,38 +79,33 @@ class RemoteAttention:
     exchanges = True
 
     def __init__(
-        self,
-        layered: LayeredAttention,
-        pools: Sequence[RankPool],
-        group: Group[Tensor],
-        *,
-        remote: Remote,
+        self, layered: LayeredAttention, pools: Sequence[RankPool], group: Group[Tensor]
     ) -> None:
-        if remote is Remote.DIRECT:
-            raise ValueError("pages that are read in place need no exchange")
         self._layered, self._pools = layered, tuple(pools)
-        self._travels: list[_Travel] = []
-        for backend, pool in zip(layered.backends, pools, strict=True):
-            if backend.window is not None:
-                self._travels.append(_WindowPages(backend, pool, group))
-            elif remote is Remote.GATHER_KV:
-                self._travels.append(_Pages(backend, pool, group))
-            else:
-                self._travels.append(QueryExchange(backend, pool, group))
+        self._travels: list[_Travel] = [
+            _Parts(backend, pool, group)
+            if backend.window is None
+            else _WindowPages(backend, pool, group)
+            for backend, pool in zip(layered.backends, pools, strict=True)
+        ]
         self._num_layers = layered.num_layers
 
-    def plan(self, shares: Sequence[Sequence[RaggedBatch]], *, ahead: bool = True) -> RemoteStep:
+    def plan(
+        self, ways: RemoteWays, shares: Sequence[Sequence[RaggedBatch]], *, ahead: bool = True
+    ) -> RemoteStep:
         """`shares[r]`: what rank r computes, by component, with tables of global page numbers.
 
         `ahead`: cached pages of a layer may be sent while the one before computes. Not where
-        they are still being loaded; all ranks must say the same.
+        they are still being loaded; all ranks must say the same, and the same `ways`.
         """
+        if not ways.exchanges:
+            raise ValueError("pages that are read in place need no exchange")
         layers = self._layered.layers
         plans, writes = [], []
         for component, travel in enumerate(self._travels):
             mine = [share[component] for share in shares]
             pool, backend = self._pools[component], self._layered.backends[component]
-            plans.append(travel.plan(mine) if layers[component] else None)
+            plans.append(travel.plan(mine, ways) if layers[component] else None)
             own = _own_tables(mine[pool.rank], pool)
             writes.append(backend.plan_write(own) if layers[component] else None)
         step = RemoteStep(tuple(plans), tuple(writes), ahead)
@@ -133,8 +131,7 @@ class RemoteAttention:
         fresh = travel.begin(index, half, q, plan)
         if meta.ahead and layer + 1 < self._num_layers:
             meta.fetched[layer + 1] = self._fetch(layer + 1, meta)
-        flights = [flight for flight in (cached, fresh) if flight is not None]
-        out, lse = travel.finish(index, half, q, plan, flights)
+        out, lse = travel.finish(index, half, q, plan, (cached, fresh))
         return (out if sinks is None else add_sinks(out, lse, sinks)).flatten(1)
 
     def run(
@@ -164,54 +161,107 @@ class RemoteAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class _PagesPlan:
-    """`own`: over this rank's pages; `remote`: over the staged ones, of `index`."""
+class _PageWays:
+    """Which way each remote page goes. `written`: pages of the chunk's own KV, sorted."""
 
-    pages: PagePlan
+    ways: RemoteWays
+    written: _Ints
+
+    def go(self, pages: _Ints, way: Remote) -> npt.NDArray[np.bool_]:
+        if not self.ways.takes(way):
+            return np.zeros(len(pages), dtype=np.bool_)
+        if self.ways.cached is self.ways.own:
+            return np.ones(len(pages), dtype=np.bool_)
+        return np.isin(pages, self.written, invert=self.ways.own is not way)
+
+
+@dataclass(frozen=True, slots=True)
+class _PartsPlan:
+    """`own`: over what can be read here at once; `remote`: over the staged pages, of `index`.
+    `ways`: what is left out of the others."""
+
+    ways: RemoteWays
     own: OwnPart
+    pages: PagePlan
     remote: Any
     index: Tensor
+    queries: QueryPlan | None
 
 
-class _Pages:
-    """Layers without a window: others' pages are staged."""
+class _Parts:
+    """Layers without a window: each part of what others own in the way of its own.
+
+    read here    own pages, and mapped ones that are read in place
+    staged       copies of pages that travel
+    asked        pages that are attended to by their owners
+    """
 
     def __init__(
         self, backend: AttentionBackend[Any], pool: RankPool, group: Group[Tensor]
     ) -> None:
         self._backend, self._pool = backend, pool
         self._exchange = PageExchange(pool, group)
+        self._queries = QueryExchange(backend, pool, group)
 
-    def plan(self, shares: Sequence[RaggedBatch]) -> _PagesPlan:
+    def plan(self, shares: Sequence[RaggedBatch], ways: RemoteWays) -> _PartsPlan:
         pool, mine = self._pool, shares[self._pool.rank]
+        if ways.takes(Remote.DIRECT) and not pool.mapped:
+            raise ValueError("pages that are not mapped cannot be read in place")
+        written = _pages_written(shares)
+        by_page = _PageWays(ways, written)
         wanted = []
         for rank, batch in enumerate(shares):
             read = _pages_read(batch, None)
-            wanted.append(read[pool.owners(read) != rank])
-        pages = self._exchange.plan(wanted, _pages_written(shares))
-        own = held_part(mine, pool.is_own, pool.slots)
+            travels = (pool.owners(read) != rank) & by_page.go(read, Remote.GATHER_KV)
+            wanted.append(read[travels])
+        pages = self._exchange.plan(wanted, written)
+        own = held_part(mine, lambda p: pool.is_own(p) | by_page.go(p, Remote.DIRECT), pool.slots)
         remote = held_part(mine, pages.holds, pages.staged)
-        index = torch.from_numpy(remote.index).to(pool.buffer.data.device)
+        queries = None
+        if ways.takes(Remote.SEND_Q):
+            queries = self._queries.plan(shares, lambda p: by_page.go(p, Remote.SEND_Q))
         staged = self._backend.over(self._exchange.staging(0), 0)
-        here = OwnPart.of(self._backend, own, mine.num_tokens, index.device)
-        return _PagesPlan(pages, here, staged.plan(remote.batch), index)
+        index = torch.from_numpy(remote.index).to(pool.buffer.data.device)
+        return _PartsPlan(
+            ways=ways,
+            own=OwnPart.of(self._backend, own, mine.num_tokens, index.device),
+            pages=pages,
+            remote=staged.plan(remote.batch),
+            index=index,
+            queries=queries,
+        )
 
-    def fetch(self, layer: int, half: int, plan: _PagesPlan) -> Pending:
+    def fetch(self, layer: int, half: int, plan: _PartsPlan) -> Pending | None:
+        if plan.ways.cached is not Remote.GATHER_KV:
+            return None
         return self._exchange.begin(layer, half, plan.pages.cached)
 
-    def begin(self, layer: int, half: int, q: Tensor, plan: _PagesPlan) -> Pending:  # noqa: ARG002
-        return self._exchange.begin(layer, half, plan.pages.written)
+    def begin(
+        self, layer: int, half: int, q: Tensor, plan: _PartsPlan
+    ) -> tuple[Pending | None, Any]:
+        """The chunk's own pages, and queries: these first, since somebody computes with them."""
+        asked = None if plan.queries is None else self._queries.begin(layer, q, plan.queries)
+        if plan.ways.own is not Remote.GATHER_KV:
+            return None, asked
+        return self._exchange.begin(layer, half, plan.pages.written), asked
 
     def finish(
-        self, layer: int, half: int, q: Tensor, plan: _PagesPlan, flights: Sequence[Pending]
+        self, layer: int, half: int, q: Tensor, plan: _PartsPlan, begun: tuple[Pending | None, Any]
     ) -> tuple[Tensor, Tensor]:
-        out, lse = plan.own.partial(self._backend, layer, q)  # while the others' pages arrive
-        for flight in flights:
-            flight.finish()
+        cached, (written, asked) = begun
+        out, lse = plan.own.partial(self._backend, layer, q)  # while the others' parts arrive
+        answers = None
+        if plan.queries is not None:
+            answers = self._queries.answer(layer, plan.queries, asked, q.dtype)
+        for flight in (cached, written):
+            if flight is not None:
+                flight.finish()
         if len(plan.index):
             staged = self._backend.over(self._exchange.staging(half), layer)
             part = staged.partial(0, q.index_select(0, plan.index), plan.remote)
             add_part(out, lse, plan.index, *part)
+        if answers is not None:
+            self._queries.merge_into(out, lse, layer, answers)
         return out, lse
 
 
@@ -222,7 +272,7 @@ class _WindowPlan:
 
 
 class _WindowPages:
-    """Layers with a window: all that it holds is staged, this rank's own pages too."""
+    """Layers with a window: all that it holds is staged, this rank's own pages too, in any way."""
 
     def __init__(
         self, backend: AttentionBackend[Any], pool: RankPool, group: Group[Tensor]
@@ -230,7 +280,7 @@ class _WindowPages:
         self._backend, self._pool = backend, pool
         self._exchange = PageExchange(pool, group)
 
-    def plan(self, shares: Sequence[RaggedBatch]) -> _WindowPlan:
+    def plan(self, shares: Sequence[RaggedBatch], ways: RemoteWays) -> _WindowPlan:  # noqa: ARG002
         window, mine = self._backend.window, shares[self._pool.rank]
         wanted = [_pages_read(batch, window) for batch in shares]
         pages = self._exchange.plan(wanted, _pages_written(shares))
@@ -245,9 +295,10 @@ class _WindowPages:
         return self._exchange.begin(layer, half, plan.pages.written)
 
     def finish(
-        self, layer: int, half: int, q: Tensor, plan: _WindowPlan, flights: Sequence[Pending]
+        self, layer: int, half: int, q: Tensor, plan: _WindowPlan, begun: tuple[Pending | None, Any]
     ) -> tuple[Tensor, Tensor]:
-        for flight in flights:
+        for flight in begun:
+            assert flight is not None, "both are sent in every layer"
             flight.finish()
         return self._backend.over(self._exchange.staging(half), layer).partial(0, q, plan.staged)
 

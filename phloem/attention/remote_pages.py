@@ -21,22 +21,29 @@ from torch import Tensor
 from phloem.core.group import Group, Pending
 from phloem.kernels import KVBuffer
 
-__all__ = ["Moves", "PageExchange", "PagePlan", "RankPool"]
+__all__ = ["HALVES", "Moves", "PageExchange", "PagePlan", "RankPool", "staged_pages"]
 
 _Ints = npt.NDArray[np.int64]
 
 HALVES = 2  # of the staging buffer: one is read while the other one is filled
 
 
+def staged_pages(num_pages: int) -> int:
+    """Pages of a half of the staging buffer that is made for so many: room to grow, and zeros."""
+    return num_pages * 5 // 4 + 1
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RankPool:
     """The pages of `rank`, of one component: global numbers rank * pages_per_rank ... lie in
-    `buffer` from `first_slot` on."""
+    `buffer` from `first_slot` on. `mapped`: those of all other ranks lie there too, where their
+    numbers put them."""
 
     buffer: KVBuffer
     rank: int
     pages_per_rank: int
     first_slot: int = 0
+    mapped: bool = False
 
     def owners(self, pages: _Ints) -> _Ints:
         """The rank that owns each page."""
@@ -47,7 +54,7 @@ class RankPool:
         return own
 
     def slots(self, pages: _Ints) -> _Ints:
-        """Where pages of this rank lie in its buffer."""
+        """Where pages of this rank, or mapped ones of another, lie in its buffer."""
         return pages - (self.rank * self.pages_per_rank - self.first_slot)
 
 
@@ -97,7 +104,8 @@ class PageExchange:
         fresh = [np.intersect1d(pages, written, assume_unique=True) for pages in wanted]
         mine = np.concatenate([cached[self._pool.rank], fresh[self._pool.rank]])
         if len(mine) >= self._halves[0].data.shape[0]:
-            self._halves = [self._room(len(mine) * 5 // 4) for _ in range(HALVES)]
+            self._halves.clear()  # before there are new ones: memory for both is in no bound
+            self._halves += [self._room(staged_pages(len(mine)) - 1) for _ in range(HALVES)]
         order = np.argsort(mine)
         return PagePlan(
             cached=self._moves(cached, 0),

@@ -8,22 +8,26 @@ asked.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from phloem.attention.backend import AttentionBackend
 from phloem.attention.batch import RaggedBatch
 from phloem.attention.held import held_part, join_held
-from phloem.attention.own_part import OwnPart
 from phloem.attention.remote_pages import RankPool
-from phloem.core.group import Group, Pending
+from phloem.core.group import Group
 from phloem.kernels import merge_partials
 
 __all__ = ["QueryExchange", "QueryPlan", "add_part"]
+
+_Ints = npt.NDArray[np.int64]
+IsAsked: TypeAlias = Callable[[_Ints], npt.NDArray[np.bool_]]
 
 
 def add_part(out: Tensor, lse: Tensor, index: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -41,14 +45,11 @@ def add_part(out: Tensor, lse: Tensor, index: Tensor, part: Tensor, part_lse: Te
 class QueryPlan:
     """`asks[r]`: this rank's tokens whose queries rank r gets; `bounds`: those of rank r are
     bounds[r] ... bounds[r + 1] - 1 of what this rank computes for others, by the plan `served`.
-
-    `own`: over this rank's pages.
     """
 
     asks: tuple[Tensor, ...]
     bounds: tuple[int, ...]
     served: Any
-    own: OwnPart
 
 
 class _Asked:
@@ -62,8 +63,25 @@ class _Asked:
         self.received = parts[0].new_empty((plan.bounds[-1], *q.shape[1:]))
         self._flight = group.begin_all_to_all(_cut(self.received, plan.bounds), parts)
 
-    def finish(self, timeout_s: float | None = None) -> None:
-        self._flight.finish(timeout_s)
+    def finish(self) -> Tensor:
+        self._flight.finish()
+        return self.received
+
+
+class _Answers:
+    """Partial results on their way back. `parts[r]` (n, H, D + 1): rank r's, with their LSE last,
+    once the flight is finished."""
+
+    def __init__(self, group: Group[Tensor], answer: Tensor, plan: QueryPlan) -> None:
+        shape = answer.shape[1:]
+        self._asks = plan.asks
+        self._parts = [answer.new_empty((len(index), *shape)) for index in plan.asks]
+        self._flight = group.begin_all_to_all(self._parts, _cut(answer, plan.bounds))
+
+    def finish(self) -> list[tuple[Tensor, Tensor]]:
+        """Of each rank, the tokens that had asked it and what it says."""
+        self._flight.finish()
+        return list(zip(self._asks, self._parts, strict=True))
 
 
 class QueryExchange:
@@ -74,57 +92,47 @@ class QueryExchange:
     ) -> None:
         self._backend, self._pool, self._group = backend, pool, group
 
-    def plan(self, shares: Sequence[RaggedBatch]) -> QueryPlan:
+    def plan(self, shares: Sequence[RaggedBatch], is_asked: IsAsked) -> QueryPlan:
+        """`is_asked` (n,) of global page numbers: those that are attended to at their owners."""
         pool, mine = self._pool, shares[self._pool.rank]
         device = pool.buffer.data.device
+
+        def is_served(pages: _Ints) -> npt.NDArray[np.bool_]:
+            return pool.is_own(pages) & is_asked(pages)
+
         served, asks, bounds = [], [], [0]
         for rank, share in enumerate(shares):
-            here = held_part(share if rank != pool.rank else _NOBODY, pool.is_own, pool.slots)
+            here = held_part(share if rank != pool.rank else _NOBODY, is_served, pool.slots)
             served.append(here.batch)
             bounds.append(bounds[-1] + len(here.index))
             there = held_part(
                 mine if rank != pool.rank else _NOBODY,
-                lambda pages, rank=rank: pool.owners(pages) == rank,  # type: ignore[misc]
+                lambda pages, rank=rank: (pool.owners(pages) == rank) & is_asked(pages),  # type: ignore[misc]
                 lambda pages: pages,
             )
             asks.append(torch.from_numpy(there.index).to(device))
-        own = held_part(mine, pool.is_own, pool.slots)
         return QueryPlan(
             asks=tuple(asks),
             bounds=tuple(bounds),
             served=self._backend.plan(join_held(served, mine.page_size)),
-            own=OwnPart.of(self._backend, own, mine.num_tokens, device),
         )
 
-    def fetch(self, layer: int, half: int, plan: QueryPlan) -> None:
-        """Nothing travels before the queries are known."""
-
-    def begin(self, layer: int, half: int, q: Tensor, plan: QueryPlan) -> Pending:  # noqa: ARG002
+    def begin(self, layer: int, q: Tensor, plan: QueryPlan) -> _Asked:
+        """Send queries q (N, H, D), of all tokens of this rank, to those that are asked."""
         return _Asked(self._group, self._backend.ask(layer, q), plan, self._pool.buffer.dtype)
 
-    def finish(
-        self,
-        layer: int,
-        half: int,  # noqa: ARG002
-        q: Tensor,
-        plan: QueryPlan,
-        flights: Sequence[Pending],
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = plan.own.partial(self._backend, layer, q)  # while the others' queries arrive
-        (asked,) = flights
-        assert isinstance(asked, _Asked), "what `begin` returned"
-        asked.finish()
-        received = asked.received.to(q.dtype)
-        part, part_lse = self._backend.partial_asked(layer, received, plan.served)
-        answer = torch.cat((part.float(), part_lse[..., None]), dim=-1)  # (n, H, width + 1)
-        shape = answer.shape[1:]
-        answers = [answer.new_empty((len(index), *shape)) for index in plan.asks]
-        self._group.begin_all_to_all(answers, _cut(answer, plan.bounds)).finish()
-        for index, theirs in zip(plan.asks, answers, strict=True):
-            add_part(
-                out, lse, index, self._backend.answered(layer, theirs[..., :-1]), theirs[..., -1]
-            )
-        return out, lse
+    def answer(self, layer: int, plan: QueryPlan, asked: _Asked, dtype: torch.dtype) -> _Answers:
+        """Wait for the others' queries, compute them as `dtype`, and send the results back."""
+        received = asked.finish().to(dtype)
+        part, lse = self._backend.partial_asked(layer, received, plan.served)
+        answer = torch.cat((part.float(), lse[..., None]), dim=-1)  # (n, H, width + 1)
+        return _Answers(self._group, answer, plan)
+
+    def merge_into(self, out: Tensor, lse: Tensor, layer: int, answers: _Answers) -> None:
+        """Wait for the results, and add them to what their queries have found elsewhere."""
+        for index, theirs in answers.finish():
+            part = self._backend.answered(layer, theirs[..., :-1])
+            add_part(out, lse, index, part, theirs[..., -1])
 
 
 _NOBODY = RaggedBatch((), 1)

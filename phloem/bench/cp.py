@@ -1,8 +1,9 @@
 """`phloem bench cp`: what several ranks that share one cache gain and cost.
 
 Names and sides: bench/cp_hits.py (what fits, how often it hits), cp_time.py (prefill and decode),
-cp_control.py (the log), cp_gather.py (what travels). `cost_model_right`: the share of a grid of
-shapes, ranks and simulated links in which the choice of how remote pages are read is the fastest.
+cp_control.py (the log), cp_gather.py (what travels), cp_ways.py (what choosing anew gains).
+`cost_model_right`: the share of a grid of shapes, ranks and simulated links in which the choice of
+how remote pages are read is the fastest.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from phloem.bench import cp_hits
 from phloem.bench.cp_control import measure_control
 from phloem.bench.cp_gather import measure_gather
 from phloem.bench.cp_time import measure_time
+from phloem.bench.cp_ways import measure_ways
 from phloem.bench.report import Result
 from phloem.sim.links import remote_grid, right_share
 
 __all__ = ["PARTS", "run"]
 
-PARTS = ("hits", "choice", "control", "gather", "time")
+PARTS = ("hits", "choice", "control", "gather", "ways", "time")
 NUM_LAYERS = 24
 
 
 def run(quick: bool = False, parts: Iterable[str] = PARTS) -> dict[str, Any]:
-    """Measure `parts`; about twenty minutes (quick: three)."""
+    """Measure `parts`; about twenty-five minutes (quick: four)."""
     results: list[Result] = []
     for part in parts:
         if part == "hits":
@@ -39,6 +41,8 @@ def run(quick: bool = False, parts: Iterable[str] = PARTS) -> dict[str, Any]:
             results += measure_control()
         elif part == "gather":
             results += measure_gather(quick=quick)
+        elif part == "ways":
+            results += measure_ways(quick=quick)
         elif part == "time":
             results += measure_time(quick=quick)
         else:

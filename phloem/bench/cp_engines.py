@@ -43,6 +43,7 @@ class EngineShape:
     placement: str = "striped"
     threads: int = 1
     num_pages: int = 1400  # of each rank
+    remote_kv: str = "direct"
 
 
 class BenchEngine:
@@ -52,7 +53,11 @@ class BenchEngine:
         config = Config(
             model=ModelOptions(model=str(model), dtype="bf16", max_model_len=MAX_MODEL_LEN),
             cache=CacheOptions(num_pages=shape.num_pages),
-            parallel=ParallelOptions(cp=shape.cp, placement=shape.placement),  # type: ignore[arg-type]
+            parallel=ParallelOptions(
+                cp=shape.cp,
+                placement=shape.placement,  # type: ignore[arg-type]
+                remote_kv=shape.remote_kv,  # type: ignore[arg-type]
+            ),
             tiers=TierOptions(host_memory="0"),
             runtime=RuntimeOptions(threads=shape.threads),
         )

@@ -93,6 +93,16 @@ class CacheState:
             parts.append(self.window.digest())
         return f"{self.now}:{hashlib.blake2b(b''.join(parts), digest_size=16).hexdigest()}"
 
+    def free_by_pool(self) -> dict[str, int]:
+        """Free pages of every pool of every owner, and of the host, by its name."""
+        free = {f"pages of owner {each.owner}": each.num_free for each in self.allocators}
+        free["host pages"] = self.host.num_free
+        if self.window is not None:
+            for each in self.window.allocators:
+                free[f"window pages of owner {each.owner}"] = each.num_free
+            free["host window pages"] = self.window.host.num_free
+        return free
+
     def _alloc(self, command: Command) -> bytes:
         _, owner, num_pages = command
         self.free_pages -= num_pages

@@ -1,4 +1,4 @@
-"""`phloem cache stats | ls | decisions | verify | clear | warm`: a server, or a directory."""
+"""`phloem cache stats | ls | decisions | remote | verify | clear | warm`: a server, a directory."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from phloem.stores.adapters.segment.inspect import DirectoryView
 
 __all__ = ["make_parser", "run"]
 
+ACTIONS = ("stats", "ls", "decisions", "remote", "verify", "clear", "warm")
 DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 600.0  # clearing a large directory takes a while
 
@@ -28,7 +29,8 @@ With DIR a storage directory is looked at, beside running servers or without any
 at --url. `verify DIR` reads every object and compares checksums; `verify` alone checks the
 invariants of a server's tree and pools. `decisions` says of a server's newest requests (or of
 one, with --request-id) where their pages came from and what loading and computing were expected to
-take. `clear` forgets what no running request holds;
+take. `remote` says how the newest steps of several ranks read each other's pages, and what each way
+was expected to take. `clear` forgets what no running request holds;
 with --storage the server's storage directory as well; `clear DIR` empties a directory that no
 process uses. `warm FILE` computes prompts once, so that later ones find them: one JSON object a
 line with "prompt", "tokens" or "messages" (.jsonl), or a text file that is one prompt.
@@ -47,17 +49,17 @@ def make_parser() -> FlagParser:
     """The command line."""
     parser = FlagParser(
         prog="phloem cache",
-        usage="phloem cache {stats,ls,verify,clear} [DIR] [flags] | decisions | warm FILE [flags]",
+        usage="phloem cache {stats,ls,verify,clear} [DIR] [flags] | decisions | remote | warm FILE",
         description="Look at, check, empty and fill caches.",
         epilog=_EPILOG,
     )
-    parser.add_argument("action", choices=("stats", "ls", "decisions", "verify", "clear", "warm"))
+    parser.add_argument("action", choices=ACTIONS)
     parser.add_argument("path", nargs="?", metavar="DIR|FILE", help="storage directory, or prompts")
     parser.add_argument("--url", default=None, help=f"running server (default: {DEFAULT_URL})")
     parser.add_argument("--api-key", default=None, help="bearer token to send")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument(
-        "--limit", type=int, default=20, help="lines of `ls` and `decisions` (default: 20)"
+        "--limit", type=int, default=20, help="lines of `ls`, `decisions`, `remote` (default: 20)"
     )
     parser.add_argument("--request-id", default=None, help="decisions: of this request alone")
     parser.add_argument(
@@ -84,8 +86,8 @@ def run(argv: Sequence[str]) -> int:
         return _warm(args)
     if args.path is None:
         return _on_server(args)
-    if args.action == "decisions":
-        raise ConfigError("`decisions` asks a server: give --url, not a directory")
+    if args.action not in _DIRECTORY_ACTIONS:
+        raise ConfigError(f"`{args.action}` asks a server: give --url, not a directory")
     if args.url is not None:
         raise ConfigError("give a directory, or --url of a server, not both")
     return _on_directory(args)
@@ -99,6 +101,7 @@ def _on_server(args: argparse.Namespace) -> int:
         "stats": lambda: ("GET", "/cache/stats", {}),
         "ls": lambda: ("GET", "/cache/ls", {"params": {"limit": args.limit}}),
         "decisions": lambda: ("GET", "/cache/decisions", {"params": _decisions_query(args)}),
+        "remote": lambda: ("GET", "/cache/remote", {"params": {"limit": args.limit}}),
         "verify": lambda: ("POST", "/cache/verify", {}),
         "clear": lambda: ("POST", "/cache/clear", {"json": {"storage": bool(args.storage)}}),
     }
@@ -194,6 +197,24 @@ def _print_decisions(answer: dict[str, Any]) -> None:
         print("nothing is remembered", file=sys.stderr)
 
 
+def _print_remote(answer: dict[str, Any]) -> None:
+    for each in answer["decisions"]:
+        print(
+            f"step {each['step']}  {each['new_tokens']:,} new tokens of {each['requests']:,} "
+            f"requests on {each['cached_tokens']:,} cached"
+        )
+        first, *others = (
+            f"cached {way['cached']}, own {way['own']} {way['layer_s'] * 1e6:.0f} us"
+            for way in each["ways"]
+        )
+        print(f"    {first} a layer; " + "; ".join(others[:2]))
+    for each in answer["steps"]:
+        ways = f"cached {each['cached']}, own {each['own']}"
+        print(f"{each['steps']:,} steps with {ways}", file=sys.stderr)
+    if answer["rates"] is None:
+        print("the way is prescribed: nothing was measured", file=sys.stderr)
+
+
 def _print_verified(answer: dict[str, Any]) -> None:
     print("every invariant holds" if answer["ok"] else f"BROKEN: {answer['error']}")
 
@@ -207,6 +228,7 @@ _PRINTERS: dict[str, Callable[[dict[str, Any]], None]] = {
     "stats": _print_stats,
     "ls": _print_list,
     "decisions": _print_decisions,
+    "remote": _print_remote,
     "verify": _print_verified,
     "clear": _print_cleared,
 }

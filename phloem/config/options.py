@@ -185,10 +185,13 @@ class ParallelOptions:
         "striped",
         "which rank owns a page: each in turn, long runs on one rank, or all of them on every rank",
     )
-    remote_kv: Literal["direct", "gather_kv", "send_q"] = setting(
-        "direct",
-        "how a rank reads pages of others: in place, as copies that travel, or by sending queries",
+    remote_kv: Literal["auto", "direct", "gather_kv", "send_q"] = setting(
+        "auto",
+        "how ranks read others' pages: in place, as copies, by queries; auto: as measured",
         spellings={"gather-kv": "gather_kv", "send-q": "send_q"},
+    )
+    verify_collectives: bool = setting(
+        False, "in every step all ranks compare what their copies of the cache have free"
     )
     join_timeout_s: float = setting(
         120.0,

@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from phloem.core.refs import NO_REFS, PageRefs
-from phloem.core.remote import Remote
+from phloem.core.remote import IN_PLACE, RemoteWays
 from phloem.core.request import SamplingParams, TokenLogprob
 
 __all__ = ["PageTableUpdate", "RowInit", "RowPlan", "RowResult", "StepPlan", "StepResult"]
@@ -94,7 +94,7 @@ class StepPlan:
     freed_pages: PageRefs = field(default_factory=lambda: NO_REFS)  # of component 0
     freed_window_pages: PageRefs = field(default_factory=lambda: NO_REFS)  # of component 1
     loads: tuple[int, ...] = ()
-    remote: Remote = Remote.DIRECT  # how ranks attend over each other's pages; all do the same
+    remote: RemoteWays = IN_PLACE  # how ranks attend over each other's pages; all do the same
 
     @property
     def num_tokens(self) -> int:

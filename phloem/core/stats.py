@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from phloem.core.remote import LinkRates
 from phloem.core.request import CachedTokens
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "AgeStats",
     "CacheStats",
     "EngineStats",
+    "RemoteStats",
     "TierStats",
     "TransferStats",
     "WindowStats",
@@ -103,6 +105,18 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteStats:
+    """How steps of several ranks read each other's pages.
+
+    `steps_total`: (way of the cached part, way of the chunk's own, steps). `rates`: what they were
+    chosen by; None where the way is prescribed.
+    """
+
+    steps_total: tuple[tuple[str, str, int], ...] = ()
+    rates: LinkRates | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """The loop and the scheduler. Counters (`*_total`) only grow."""
 
@@ -122,3 +136,4 @@ class EngineStats:
     finished_total: tuple[tuple[str, int], ...] = ()  # (FinishReason.value, count)
     compute_s_total: float = 0.0  # time spent inside steps
     tiers: TierStats | None = None  # None: the device only
+    remote: RemoteStats | None = None  # None: one rank

@@ -17,6 +17,7 @@ from phloem.engine.core import BuildHooks
 from phloem.engine.facts import EngineFacts
 from phloem.engine.loop_core import LoopCore, make_loop_core
 from phloem.engine.models import ResolvedModel, resolve_model
+from phloem.engine.remote_kv import copies_bytes, describe_remote, measured, remote_chooser
 from phloem.engine.resources import usable_cpus
 from phloem.engine.sampling_defaults import sampling_defaults
 from phloem.engine.tier_parts import ModelSlot
@@ -63,6 +64,7 @@ def build_core_with(
             facts=facts,
             eos_ids=every_eos,
             tiers=tier_parts(config, loaded, model.path),
+            remote=remote_chooser(config, loaded, pools.axis),
             model=ModelSlot(partial(_load_weights, loaded, config.model.quantization)),
         )
 
@@ -70,7 +72,9 @@ def build_core_with(
         return join(pools, load(pools, None))
     with make_ranks(config, pools) as ranks:
         pools = ranks.pools
-        return ranks.connected(join(pools, ranks.joined(load(pools, ranks.place))), hooks)
+        loaded = ranks.joined(load(pools, ranks.place))
+        core = join(pools, measured(config, loaded, pools.axis))
+        return ranks.connected(core, hooks, verify=config.parallel.verify_collectives)
 
 
 def _load_weights(loaded: LoadedWorker, quantization: str, model: str) -> Callable[[], KeyFacts]:
@@ -160,7 +164,7 @@ def _facts(
     return EngineFacts(
         card=card,
         weight_bytes=loaded.weight_bytes,
-        activation_bytes=loaded.activation_bytes,
+        activation_bytes=loaded.activation_bytes + copies_bytes(config, loaded, pools.axis),
         threads=_threads(config, pools),
         load_s=time.monotonic() - start_s,
         prefix_cache=config.cache.prefix_cache,
@@ -175,4 +179,5 @@ def _facts(
         num_owners=pools.axis.size,
         mesh=pools.mesh,
         placement=config.parallel.placement,
+        remote_kv=describe_remote(config, loaded.rates),
     )

@@ -40,14 +40,18 @@ class RankBuild:
         worker = RankedWorker(loaded.worker, self.ranks.wires)
         return replace(loaded, worker=worker, reload=partial(_reload, worker, loaded.reload))
 
-    def connected(self, core: LoopCore, hooks: BuildHooks) -> LoopCore:
-        """The ranks follow the core's log from its beginning; the core notices their ends."""
+    def connected(self, core: LoopCore, hooks: BuildHooks, *, verify: bool) -> LoopCore:
+        """The ranks follow the core's log from its beginning; the core notices their ends.
+
+        `verify`: they compare what is free in every step.
+        """
         worker, cache = core.worker, core.loop.scheduler.cache
         assert isinstance(worker, RankedWorker), "made by `joined`"
         log = RecordWriter(cache.leader.log, cache.state, digest_every=DIGEST_EVERY)
         worker.connect(
             RankHooks(
                 log=log.take,
+                free=log.free_by_pool if verify else None,
                 on_failure=hooks.wake,
                 end_of=self.ranks.end_of,
                 moved=self.place.peers.moved,
@@ -83,7 +87,8 @@ def check_ranks(config: Config, pools: Pools) -> None:
             "--placement replicate has no host tier: a page is loaded into one pool only; add "
             "--host-memory 0, or use striped or contiguous"
         )
-    if config.parallel.placement == "replicate" and config.parallel.remote_kv != "direct":
+    travels = config.parallel.remote_kv not in ("auto", "direct")
+    if config.parallel.placement == "replicate" and travels:
         raise ConfigError(
             f"--remote-kv {config.parallel.remote_kv} has nothing to do with --placement "
             "replicate, where every rank has every page; leave it out"

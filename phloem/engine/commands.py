@@ -15,6 +15,7 @@ __all__ = [
     "DetachStorage",
     "ListCache",
     "ListDecisions",
+    "ListRemote",
     "Reply",
     "UpdateWeights",
     "VerifyCache",
@@ -54,6 +55,12 @@ class ListDecisions(msgspec.Struct, tag=True, frozen=True):
     request_id: str | None = None
 
 
+class ListRemote(msgspec.Struct, tag=True, frozen=True):
+    """How the newest steps read pages of other ranks, and what was expected of each way."""
+
+    limit: int
+
+
 class VerifyCache(msgspec.Struct, tag=True, frozen=True):
     """Check the cache's invariants."""
 
@@ -70,6 +77,7 @@ Command: TypeAlias = (
     | UpdateWeights
     | ListCache
     | ListDecisions
+    | ListRemote
     | VerifyCache
     | ClearCache
 )

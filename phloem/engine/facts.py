@@ -47,6 +47,7 @@ class EngineFacts:
     num_owners: int = 1  # pages, here and on the card, are those of all owners
     mesh: Mesh = ONE_RANK
     placement: str = "striped"
+    remote_kv: str = "direct"  # how ranks read each other's pages, and what was measured for it
 
     @property
     def kv_bytes(self) -> int:
@@ -71,7 +72,7 @@ def startup_rows(facts: EngineFacts) -> list[tuple[str, str]]:
         *_model_rows(facts),
         *([] if facts.window is None else _window_rows(facts.window)),
         ("KV memory", format_bytes(facts.kv_bytes)),
-        *([] if facts.mesh.world == 1 else [("ranks", _ranks(facts))]),
+        *([] if facts.mesh.world == 1 else _ranks(facts)),
         ("host tier", _host_tier(facts)),
         ("storage", facts.storage or "off"),
         ("weights", _weights(facts)),
@@ -123,7 +124,12 @@ def _weights(facts: EngineFacts) -> str:
     return f"{format_bytes(facts.weight_bytes)}{each}, quantization {facts.quantization}"
 
 
-def _ranks(facts: EngineFacts) -> str:
+def _ranks(facts: EngineFacts) -> list[tuple[str, str]]:
+    rows = [("ranks", _of_mesh(facts))]
+    return rows if facts.num_owners == 1 else [*rows, ("remote KV", facts.remote_kv)]
+
+
+def _of_mesh(facts: EngineFacts) -> str:
     pages, mesh = facts.card.num_pages // facts.num_owners, facts.mesh
     if mesh.tp == 1:
         return f"{mesh.world} processes of {pages:,} pages each, {facts.placement}"

@@ -7,11 +7,13 @@ from typing import Any
 
 from phloem.cache import PrefixCache, check_invariants
 from phloem.cache.node import Node
+from phloem.cache.remote_choice import RemoteChooser, RemoteDecision
+from phloem.core.errors import ConfigError
 from phloem.core.tokens import tokens_from_bytes
 from phloem.engine.engine_ids import public_id
 from phloem.tiers import Decision, Decisions
 
-__all__ = ["list_cache", "list_decisions", "verify_cache"]
+__all__ = ["list_cache", "list_decisions", "list_remote", "verify_cache"]
 
 HEAD_TOKENS = 32
 
@@ -89,6 +91,35 @@ def _decision(decision: Decision) -> dict[str, Any]:
         },
         "measured": decision.measured,
         "storage": None if decision.storage is None else asdict(decision.storage),
+    }
+
+
+def list_remote(chooser: RemoteChooser | None, limit: int) -> dict[str, Any]:
+    """How steps read pages of other ranks: counts, what was measured, and the newest decisions.
+
+    Raises ConfigError on an engine of one rank.
+    """
+    if chooser is None:
+        raise ConfigError("this engine has one rank, which reads no pages of others")
+    stats = chooser.stats()
+    return {
+        "steps": [{"cached": c, "own": o, "steps": n} for c, o, n in stats.steps_total],
+        "rates": None if stats.rates is None else asdict(stats.rates),
+        "decisions": [_of_step(each) for each in chooser.newest(limit)],
+    }
+
+
+def _of_step(decision: RemoteDecision) -> dict[str, Any]:
+    ways = [
+        {"cached": each.cached.value, "own": each.own.value, "layer_s": each.layer_s}
+        for each in decision.choices
+    ]
+    return {
+        "step": decision.step,
+        "requests": decision.requests,
+        "new_tokens": decision.new_tokens,
+        "cached_tokens": decision.cached_tokens,
+        "ways": ways,
     }
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from phloem.cache import HostTier, PrefixCache, WindowConfig
+from phloem.cache.remote_choice import RemoteChooser
 from phloem.config import Config
 from phloem.core.clock import Clock, MonotonicClock
 from phloem.core.errors import EngineDead
 from phloem.core.protocols import Worker
-from phloem.core.remote import Remote
 from phloem.core.request import GenerateRequest
 from phloem.core.stats import EngineStats
 from phloem.engine.commands import Command, Reply
@@ -112,6 +112,7 @@ def make_loop_core(
     facts: EngineFacts,
     eos_ids: tuple[int, ...],
     tiers: TierParts | None = None,
+    remote: RemoteChooser | None = None,
     model: ModelSlot | None = None,
 ) -> LoopCore:
     """Join a worker with the control plane. Takes over the worker and the tiers."""
@@ -138,12 +139,12 @@ def make_loop_core(
             max_prefill_tokens=options.max_prefill_tokens,
             policy=options.schedule_policy,
             overlap=options.overlap,
-            remote=Remote(config.parallel.remote_kv),
             eos_ids=eos_ids,
             seed=int.from_bytes(os.urandom(8), "little"),  # unseeded answers differ every time
         ),
         cache,
         None if tiers is None else _controller(config, cache, tiers, clock),
+        remote,
     )
     loop = EngineLoop(
         scheduler,

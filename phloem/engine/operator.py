@@ -22,11 +22,12 @@ from phloem.engine.commands import (
     DetachStorage,
     ListCache,
     ListDecisions,
+    ListRemote,
     Reply,
     UpdateWeights,
     VerifyCache,
 )
-from phloem.engine.inspection import list_cache, list_decisions, verify_cache
+from phloem.engine.inspection import list_cache, list_decisions, list_remote, verify_cache
 from phloem.engine.tier_parts import ModelSlot, TierParts
 from phloem.kv.keys import KeyFacts
 from phloem.loop import EngineLoop
@@ -85,6 +86,8 @@ class Operator:
                 return CommandReply(result=list_cache(cache, command.limit))
             case ListDecisions():
                 return CommandReply(result=self._decisions(command))
+            case ListRemote():
+                return CommandReply(result=list_remote(self._loop.scheduler.remote, command.limit))
             case VerifyCache():
                 return CommandReply(result=verify_cache(cache))
             case DetachStorage():

@@ -59,6 +59,10 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self.weights.embedding.dtype
 
+    @property
+    def num_positions(self) -> int:
+        return int(self._rope.cos.shape[0])
+
     def forward(
         self,
         tokens: Tensor,

@@ -56,6 +56,11 @@ class Forward(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
+    @property
+    def num_positions(self) -> int:
+        """Positions from 0 on at which a token may stand."""
+        ...
+
     def forward(
         self,
         tokens: Tensor,

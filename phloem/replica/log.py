@@ -34,6 +34,10 @@ class ReplicatedState(Protocol):
         """A fingerprint of all of it, the number of commands applied included."""
         ...
 
+    def free_by_pool(self) -> dict[str, int]:
+        """Free pages of every pool, by its name."""
+        ...
+
 
 class CommandLog:
     """Applies each command to the leader's state, then hands it to every follower."""

@@ -39,6 +39,9 @@ class RecordWriter:
     def digest(self) -> str:
         return self._state.digest()
 
+    def free_by_pool(self) -> dict[str, int]:
+        return self._state.free_by_pool()
+
     def take(self) -> tuple[bytes, str | None]:
         """The commands since the last call; the digest after them where it is to be compared."""
         self._num_records += 1
@@ -64,3 +67,7 @@ class RecordReader:
     def digest(self) -> str:
         """See `ReplicatedState.digest`."""
         return self._state.digest()
+
+    def free_by_pool(self) -> dict[str, int]:
+        """See `ReplicatedState.free_by_pool`."""
+        return self._state.free_by_pool()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phloem.core.errors import ConfigError
-from phloem.core.remote import Remote
 
 __all__ = ["SchedulerConfig"]
 
@@ -23,7 +22,6 @@ class SchedulerConfig:
     headroom_tokens: int = 32  # kept free ahead of each running request when others are let in
     eos_ids: tuple[int, ...] = ()
     seed: int = 0  # of the seeds drawn for requests that bring none
-    remote: Remote = Remote.DIRECT  # how ranks attend over each other's pages
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_running", "max_queued", "max_prefill_tokens"):

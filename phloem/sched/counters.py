@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from phloem.core.request import CachedTokens, FinishReason
-from phloem.core.stats import CacheStats, EngineStats, TierStats
+from phloem.core.stats import CacheStats, EngineStats, RemoteStats, TierStats
 
 __all__ = ["Counters"]
 
@@ -31,7 +31,13 @@ class Counters:
         self.finished: Counter[FinishReason] = Counter()
 
     def snapshot(
-        self, *, running: int, queued: int, cache: CacheStats, tiers: TierStats | None = None
+        self,
+        *,
+        running: int,
+        queued: int,
+        cache: CacheStats,
+        tiers: TierStats | None = None,
+        remote: RemoteStats | None = None,
     ) -> EngineStats:
         """All of them at this moment."""
         return EngineStats(
@@ -39,6 +45,7 @@ class Counters:
             queued=queued,
             cache=cache,
             tiers=tiers,
+            remote=remote,
             steps_total=self.steps,
             prompt_tokens_total=self.prompt_tokens,
             cached_tokens_total=CachedTokens(

@@ -22,6 +22,7 @@ import numpy as np
 from phloem.core.errors import BadRequest, Overloaded
 from phloem.core.plan import RowPlan, RowResult, StepPlan, StepResult
 from phloem.core.refs import PageRefs
+from phloem.core.remote import IN_PLACE
 from phloem.core.request import FinishReason, GenerateRequest, OutputChunk
 from phloem.core.stats import EngineStats
 from phloem.core.tokens import TOKEN_BYTES
@@ -40,23 +41,29 @@ from phloem.sched.windows import WindowBudget
 
 if TYPE_CHECKING:
     from phloem.cache import PrefixCache
+    from phloem.cache.remote_choice import RemoteChooser
     from phloem.tiers import LoadEnd, TierController
 
 __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Owns the queue, the running set and, through `cache`, all pages. Single-threaded."""
+    """Owns the queue, the running set and, through `cache`, all pages. Single-threaded.
+
+    `remote` says how several ranks read each other's pages; None: one rank.
+    """
 
     def __init__(
         self,
         config: SchedulerConfig,
         cache: PrefixCache,
         tiers: TierController | None = None,
+        remote: RemoteChooser | None = None,
     ) -> None:
         self.config = config
         self.cache = cache
         self.tiers = tiers
+        self.remote = remote
         self._page_size = cache.page_size
         self._policy = get_policy(config.policy)
         self._queue = WaitQueue(self._policy)
@@ -155,6 +162,7 @@ class Scheduler:
             queued=len(self._queue),
             cache=self.cache.stats(),
             tiers=None if self.tiers is None else self.tiers.stats(),
+            remote=None if self.remote is None else self.remote.stats(),
         )
 
     @property
@@ -303,8 +311,9 @@ class Scheduler:
 
     def _make_plan(self, rows: list[RowPlan]) -> StepPlan:
         admitted, table_updates, released = self._running.tables.take_changes()
+        step = self._counters.steps
         plan = StepPlan(
-            step=self._counters.steps,
+            step=step,
             rows=tuple(rows),
             admitted=admitted,
             table_updates=table_updates,
@@ -312,7 +321,7 @@ class Scheduler:
             freed_pages=self._not_loaded(self.cache.take_freed(), 0),
             freed_window_pages=self._not_loaded(self.cache.take_freed_window(), 1),
             loads=self._running.loads_of(rows),
-            remote=self.config.remote,
+            remote=IN_PLACE if self.remote is None else self.remote.choose(step, rows),
         )
         self._counters.steps += 1
         self._counters.planned_tokens += plan.num_tokens

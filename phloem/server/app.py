@@ -59,6 +59,7 @@ _PLAIN: tuple[tuple[str, Endpoint, tuple[str, ...]], ...] = (
     ("/cache/stats", cache_admin.cache_stats, ("GET",)),
     ("/cache/ls", cache_admin.list_cache, ("GET",)),
     ("/cache/decisions", cache_admin.list_decisions, ("GET",)),
+    ("/cache/remote", cache_admin.list_remote, ("GET",)),
     ("/cache/verify", cache_admin.verify_cache, ("POST",)),
     ("/cache/storage", cache_admin.detach_storage, ("DELETE",)),
 )

@@ -16,6 +16,7 @@ from phloem.engine.commands import (
     DetachStorage,
     ListCache,
     ListDecisions,
+    ListRemote,
     UpdateWeights,
     VerifyCache,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "detach_storage",
     "list_cache",
     "list_decisions",
+    "list_remote",
     "update_weights",
     "verify_cache",
 ]
@@ -77,6 +79,12 @@ async def list_decisions(http: Request) -> Response:
     limit = _limit(http.query_params.get("limit", "20"))
     command = ListDecisions(limit, request_id)
     return JSONResponse(await context_of(http).engine.operate(command))
+
+
+async def list_remote(http: Request) -> Response:
+    """How the newest steps read pages of other ranks, and what was expected of it (?limit=N)."""
+    limit = _limit(http.query_params.get("limit", "20"))
+    return JSONResponse(await context_of(http).engine.operate(ListRemote(limit)))
 
 
 def _limit(text: str) -> int:

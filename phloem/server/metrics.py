@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 from phloem.core.errors import EngineDead
 from phloem.core.stats import EngineStats
 from phloem.engine.api import EngineClient
+from phloem.server.remote_metrics import of_remote
 from phloem.server.tier_metrics import of_tiers
 from phloem.server.window_metrics import of_windows
 
@@ -143,6 +144,8 @@ class Metrics(Collector):
             yield from _of_loop(self._stats)
             if self._stats.tiers is not None:
                 yield from of_tiers(self._stats.cache, self._stats.tiers)
+            if self._stats.remote is not None:
+                yield from of_remote(self._stats.remote)
             if self._stats.cache.window is not None:
                 yield from of_windows(self._stats, self._stats.cache.window)
 

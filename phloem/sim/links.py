@@ -1,10 +1,11 @@
 """One rank of a step over a simulated link, event by event: what `cache/remote_cost.py` predicts.
 
-All ranks are alike, so one stands for all: its line carries what it receives, first come first
-served, and its processor does one thing at a time. Cached pages travel ahead as far as two staging
-buffers allow: those of layer l + 1 from the moment layer l - 1 has been attended.
+All ranks are alike (no `StepShape.busiest`), so one stands for all: its line carries what it
+receives, first come first served, and its processor does one thing at a time. Cached pages travel
+ahead as far as two staging buffers allow: those of layer l + 1 from the moment layer l - 1 has been
+attended.
 
-    line       [cached l+1]      [own K, V | queries l]      [partial results l]
+    line       [cached l+1]      [queries | own K, V l]      [partial results l]
     processor  linear l | attention: present .. queries of others .. what came late | linear l+1
 """
 
@@ -71,8 +72,8 @@ def simulate_step(
         if number + 1 < num_layers:  # the layer before has been attended: its buffer is free
             ahead.append(line.send(now, work.ahead_bytes))
         now = max(now, ahead[number] if work.ahead_bytes else now) + linear_s
-        came = line.send(now, work.kv_bytes)
         asked = line.send(now, work.query_bytes)
+        came = line.send(now, work.kv_bytes)
         now += work.present_s
         answered = now
         if work.query_bytes:
@@ -95,28 +96,34 @@ def _work(
         keys = step.cached if whose == "cached" else step.new
         remote_keys = keys * peers / step.ranks
         if whose == "cached":
-            pairs = rows * keys
+            share, pairs = step.seen, rows * keys * step.seen
         else:  # row i of a rank sits at position i * ranks + rank, of which one rank is the middle
             pairs = sum(i * step.ranks + (step.ranks + 1) / 2 for i in range(math.ceil(rows)))
-            pairs *= rows / math.ceil(rows)
-        present += pairs / step.ranks * rates.pair_s
+            share, pairs = step.own_seen, pairs * rows / math.ceil(rows) * step.own_seen
+
+        def reading(tokens: float, bytes_s: float, askers: int = 1, share: float = share) -> float:
+            """Seconds of reading so many keys, for the queries of so many ranks."""
+            tiles = math.ceil(rows * askers * share / layer.tile) * min(1.0, rows * askers * share)
+            return 0.0 if math.isinf(bytes_s) else tiles * tokens * layer.kv_bytes / bytes_s
+
+        memory = rates.memory_bytes_s
+        present += max(pairs / step.ranks * rates.pair_s, reading(keys / step.ranks, memory))
         remote_s = pairs * peers / step.ranks * rates.pair_s
         if not remote_keys:
             continue
         if way is Remote.DIRECT:
-            tiles = math.ceil(rows / layer.tile)
-            present += max(remote_s, tiles * remote_keys * layer.kv_bytes / rates.read_bytes_s)
+            present += max(remote_s, reading(remote_keys, rates.read_bytes_s))
         elif way is Remote.GATHER_KV:
             if whose == "cached":
-                ahead += remote_keys * layer.kv_bytes
-                present += remote_s
+                ahead += remote_keys * layer.kv_bytes * step.touched(rows)
+                present += max(remote_s, reading(remote_keys, memory))
             else:
                 kv += remote_keys * layer.kv_bytes
-                late += remote_s
+                late += max(remote_s, reading(remote_keys, memory))
         else:
             query = rows * peers * layer.q_bytes  # the same queries for both parts
             partial = rows * peers * layer.partial_bytes
-            for_others += remote_s
+            for_others += max(remote_s, reading(keys / step.ranks, memory, peers))
     return _Work(
         ahead_bytes=ahead,
         kv_bytes=kv,

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from phloem.cache import HostTier, PrefixCache, WindowConfig
 from phloem.cache.placement import make_placement
+from phloem.cache.remote_choice import RemoteChooser, RemoteModel
 from phloem.core.clock import VirtualClock
 from phloem.core.errors import BadRequest, EngineDead
 from phloem.core.namespace import make_namespace
@@ -47,10 +48,14 @@ _NO_LIMIT = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """How many ranks own pages, and which one owns which (see `cache.placement`)."""
+    """How many ranks own pages, and which one owns which (see `cache.placement`).
+
+    `remote`: by what steps choose how they read remote pages; None: all read them in place.
+    """
 
     count: int = 1
     placement: str = "striped"
+    remote: RemoteModel | None = None
 
 
 ONE_RANK = Ranks()
@@ -133,7 +138,8 @@ def simulated_target(
         worker = CostWorker(clock, cost)
         if tiers is not None:
             worker.gate = transfers
-        return EngineLoop(Scheduler(config, cache, tiers), worker, clock, emit)
+        chooser = None if ranks.remote is None else RemoteChooser(model=ranks.remote)
+        return EngineLoop(Scheduler(config, cache, tiers, chooser), worker, clock, emit)
 
     return ReplayTarget(make_loop=make_loop)
 

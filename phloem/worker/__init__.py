@@ -5,7 +5,7 @@ from __future__ import annotations
 from phloem.worker.follower import Follower, Replica
 from phloem.worker.load import LoadedWorker, WorkerOptions, load_worker
 from phloem.worker.local_ranks import load_local_ranks
-from phloem.worker.memory import activation_bytes
+from phloem.worker.memory import activation_bytes, staging_bytes
 from phloem.worker.pages import kv_specs, pool_layouts
 from phloem.worker.peers import Peers, RankPlace
 from phloem.worker.ranked import RankedWorker, RankHooks
@@ -37,4 +37,5 @@ __all__ = [
     "load_worker",
     "packed",
     "pool_layouts",
+    "staging_bytes",
 ]

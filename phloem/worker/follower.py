@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +19,20 @@ from phloem.core.errors import ConfigError, GroupError, PhloemError
 from phloem.core.plan import StepPlan
 from phloem.worker.load import LoadedWorker
 from phloem.worker.torch_worker import InlineWorker
-from phloem.worker.wire import Cancel, Done, End, Failed, Load, Loaded, Step, Swap, Wire, packed
+from phloem.worker.verify import FreePages
+from phloem.worker.wire import (
+    Cancel,
+    Done,
+    End,
+    Failed,
+    Load,
+    Loaded,
+    Measure,
+    Step,
+    Swap,
+    Wire,
+    packed,
+)
 
 __all__ = ["Follower", "NoReplica", "Replica"]
 
@@ -36,6 +50,10 @@ class Replica(Protocol):
         """A fingerprint of all of it."""
         ...
 
+    def free_by_pool(self) -> dict[str, int]:
+        """Free pages of every pool, by its name."""
+        ...
+
 
 class NoReplica:
     """Of a rank that is told nothing about the cache."""
@@ -46,6 +64,9 @@ class NoReplica:
 
     def digest(self) -> str:
         return ""
+
+    def free_by_pool(self) -> dict[str, int]:
+        return {}
 
 
 class Follower:
@@ -71,8 +92,7 @@ class Follower:
                 if not isinstance(plan, StepPlan):
                     plan()
                     continue
-                self._worker.submit(plan)
-                self._send(packed(Done(self._worker.collect())))
+                self._run(plan)
         except Exception as error:  # the rank's entry point: the leader hears of it
             self._fail(error)
         finally:
@@ -84,13 +104,26 @@ class Follower:
             return "the leader is gone"
         return self._failure
 
+    def _run(self, plan: StepPlan, free: FreePages | None = None) -> None:
+        self._worker.submit(plan, free)
+        self._send(packed(Done(self._worker.collect())))
+
+    def _measure(self) -> None:
+        self._worker.measure()  # the leader reads its own figures, which are the slowest rank's
+
     def _read(self) -> None:
         try:
             for message in self._wire.down():
                 match message:
-                    case Step():
+                    case Step(free=None):
                         self._plans.put(message.plan)
                         self._take_log(message)
+                    case Step(free=dict() as said):
+                        self._take_log(message)
+                        free = FreePages(said=said, own=self._replica.free_by_pool())
+                        self._plans.put(partial(self._run, message.plan, free))
+                    case Measure():
+                        self._plans.put(self._measure)
                     case Cancel():
                         self._worker.cancel(message.serial)
                     case Load():

@@ -15,6 +15,7 @@ from phloem.attention.remote_pages import RankPool
 from phloem.config.checkpoint import read_model_config
 from phloem.config.model import ModelConfig
 from phloem.core.errors import ConfigError
+from phloem.core.remote import LinkRates
 from phloem.kv.sizing import pages_for_tokens
 from phloem.kv.spec import KVDtype, KVSpec
 from phloem.models import quantisation_of
@@ -76,7 +77,8 @@ class LoadedWorker:
     """A worker that is ready for plans, and the facts about it.
 
     `specs`, `pools`, `num_pages` (of each rank) and `hosts` are by component: full, and window if
-    some layers have one. `hosts` is empty without a host tier.
+    some layers have one. `hosts` is empty without a host tier. `rates`: of several ranks, if they
+    were measured.
     """
 
     worker: TorchWorker | InlineWorker | RankedWorker
@@ -90,6 +92,7 @@ class LoadedWorker:
     activation_bytes: int
     hosts: tuple[HostArena, ...] = ()
     transfers: TransferEngine | None = None  # close it after the worker
+    rates: LinkRates | None = None
     # Blocks while it reads another checkpoint of the same configuration; what it returns puts the
     # weights in place, and is to be called while no plan is in flight. Raises ConfigError.
     reload: Callable[[Path], Callable[[], None]]
@@ -158,7 +161,7 @@ def load_worker(
         reach=None if place is None else _reach(options, forward.attention, pools, place),
     )
     return LoadedWorker(
-        worker=InlineWorker(runner, pools) if options.inline else TorchWorker(runner, pools),
+        worker=_own_worker(options, runner, pools, place),
         config=config,
         specs=specs,
         pools=pools,
@@ -173,6 +176,23 @@ def load_worker(
     )
 
 
+def _step_bytes(options: WorkerOptions, config: ModelConfig, how: ForwardOptions) -> int:
+    return activation_bytes(
+        how.shard.config(config),
+        options.max_prefill_tokens,
+        dtype=_dtype(options.dtype),
+        max_running=options.max_running,
+        tp=how.shard.count,
+    )
+
+
+def _own_worker(
+    options: WorkerOptions, runner: Runner, pools: Sequence[DevicePool], place: RankPlace | None
+) -> InlineWorker | TorchWorker:
+    make_worker = InlineWorker if options.inline else TorchWorker
+    return make_worker(runner, pools, None if place is None else place.group)
+
+
 def _reach(
     options: WorkerOptions,
     direct: LayeredAttention,
@@ -185,7 +205,13 @@ def _reach(
         return Replicas(pools, direct.layers, owner)
     first = owner if place.pools is not None else 0  # pools before this rank's in its memory
     own = [
-        RankPool(pool.buffer, owner, pool.num_pages, first_slot=first * pool.num_pages)
+        RankPool(
+            pool.buffer,
+            owner,
+            pool.num_pages,
+            first_slot=first * pool.num_pages,
+            mapped=place.pools is not None,
+        )
         for pool in pools
     ]
     return AttentionChoice(direct, own, place.group)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from phloem.attention.gather_plan import CONTEXT_BLOCK_TOKENS, MAX_BAND
 from phloem.attention.mla import EXPANDED_BYTES
+from phloem.attention.remote_pages import HALVES, staged_pages
 from phloem.config.mla import MLAConfig
 from phloem.config.model import ModelConfig
-from phloem.kv.spec import KVDtype
+from phloem.kv.spec import KVDtype, KVSpec
 from phloem.models import MLP_CHUNK_TOKENS
 
-__all__ = ["MAX_LOGITS_BYTES", "activation_bytes", "logits_rows_per_pass"]
+__all__ = ["MAX_LOGITS_BYTES", "activation_bytes", "logits_rows_per_pass", "staging_bytes"]
 
 # Logits of sampled rows are computed and consumed in passes of at most this size.
 MAX_LOGITS_BYTES = 64 << 20
@@ -19,6 +22,25 @@ _FP32 = 4
 def logits_rows_per_pass(vocab_size: int) -> int:
     """Rows whose logits exist at once (at least 1)."""
     return max(1, MAX_LOGITS_BYTES // (vocab_size * _FP32))
+
+
+def staging_bytes(specs: Sequence[KVSpec], num_pages: Sequence[int], *, ranks: int) -> int:
+    """An upper bound of what copies of travelling pages take on one of `ranks`, beside its pools.
+
+    `num_pages`: of each rank, by component. At the worst a step reads all pages of all others: one
+    layer of them lies in each half of the staging buffer, which has some room to spare; and one
+    layer of this rank's own is on its way to each of them, while the next one is packed. Layers
+    with a window stage their own pages as well.
+    """
+    total = 0
+    for spec, pages in zip(specs, num_pages, strict=True):
+        if not spec.num_layers:
+            continue
+        layer_bytes = spec.page_bytes // spec.num_layers
+        staged = (ranks if spec.retention is not None else ranks - 1) * pages
+        sent = (ranks - 1) * pages
+        total += layer_bytes * (HALVES * staged_pages(staged) + 2 * sent)
+    return total
 
 
 def activation_bytes(

@@ -18,9 +18,23 @@ from dataclasses import dataclass
 from phloem.core.errors import EngineDead, GroupError
 from phloem.core.plan import RowPlan, RowResult, StepPlan, StepResult
 from phloem.core.refs import PageRef
+from phloem.core.remote import LinkRates
 from phloem.worker.peers import PATIENCE_S
 from phloem.worker.torch_worker import InlineWorker, TorchWorker
-from phloem.worker.wire import Cancel, Done, End, Load, Loaded, Step, Swap, Up, Wire, packed
+from phloem.worker.verify import FreePages
+from phloem.worker.wire import (
+    Cancel,
+    Done,
+    End,
+    Load,
+    Loaded,
+    Measure,
+    Step,
+    Swap,
+    Up,
+    Wire,
+    packed,
+)
 
 __all__ = ["Log", "RankHooks", "RankedWorker", "merged"]
 
@@ -59,13 +73,15 @@ class RankHooks:
     """What joins the ranks with the rest.
 
     `log`: the commands since its last call, and the digest of the state after them where it is time
-    to compare. `on_failure`: called from any thread when a rank has failed, also where no step is
-    in flight. `end_of(rank)`: how a rank that is gone came to its end. `moved(rank)`: differs from
-    what it was as long as the rank goes on. `reap`: called once all have been told to end; no rank
-    lives on when it returns.
+    to compare. `free`: free pages by pool after these commands, which all ranks compare before the
+    step; None: they do not. `on_failure`: called from any thread when a rank has failed, also where
+    no step is in flight. `end_of(rank)`: how a rank that is gone came to its end. `moved(rank)`:
+    differs from what it was as long as the rank goes on. `reap`: called once all have been told to
+    end; no rank lives on when it returns.
     """
 
     log: Log = _no_log
+    free: Callable[[], dict[str, int]] | None = None
     on_failure: Callable[[], None] = _unnoticed
     end_of: Callable[[int], str] = _gone
     moved: Callable[[int], object] = _unseen
@@ -128,6 +144,15 @@ class RankedWorker:
         """How many messages each rank has been sent."""
         return {rank: wire.sent for rank, wire in self._wires.items()}
 
+    def measure(self) -> LinkRates:
+        """What ranks and link do, before the first plan. Raises EngineDead if a rank fails."""
+        self._broadcast(packed(Measure()))
+        try:
+            return self._own.measure()
+        except GroupError as error:
+            self._check()
+            raise EngineDead(f"ranks cannot be measured: {error}") from error
+
     def connect(self, hooks: RankHooks) -> None:
         """Where the log comes from and failures go to; before the first plan."""
         assert not self._plans, "a plan is in flight"
@@ -137,8 +162,13 @@ class RankedWorker:
         self._check()
         self._plans.append(plan)
         log, digest = self._hooks.log()
-        self._broadcast(packed(Step(plan, log, digest)))
-        self._own.submit(plan)
+        if self._hooks.free is None:
+            self._broadcast(packed(Step(plan, log, digest)))
+            self._own.submit(plan)
+            return
+        free = self._hooks.free()
+        self._broadcast(packed(Step(plan, log, digest, free)))
+        self._own.submit(plan, FreePages(said=free, own=free))
 
     def wait(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s

@@ -18,13 +18,14 @@ from phloem.attention import LayeredAttention, RaggedBatch
 from phloem.attention.choice import AttentionChoice, PlannedAttention
 from phloem.core.plan import RowPlan, RowResult, StepPlan, StepResult
 from phloem.core.refs import owners_of
-from phloem.core.remote import Remote
+from phloem.core.remote import IN_PLACE, LinkRates, Remote, RemoteWays
 from phloem.core.transfer import LayerGate
 from phloem.models import Forward
 from phloem.pools import DevicePool
 from phloem.worker.group_peers import GroupPeers
 from phloem.worker.inputs import RankShare, StepInputs, build_batches, build_inputs
 from phloem.worker.layer_waits import LayerWaits
+from phloem.worker.measure import measure_rates
 from phloem.worker.memory import logits_rows_per_pass
 from phloem.worker.peers import Peers, RankPlace
 from phloem.worker.replicas import Replicas
@@ -140,6 +141,12 @@ class Runner:
             load_wait_s=layers.waited_s,
         )
 
+    def measure(self) -> LinkRates:
+        """What this machine does, with all ranks at once, before the first plan."""
+        choice = self._choice
+        assert choice is not None, "one rank has nobody to measure with"
+        return measure_rates(self._model, choice)
+
     def leave(self) -> None:
         """Run no more plans: ranks that wait for this one are told. Idempotent."""
         if self._place is not None:
@@ -198,10 +205,10 @@ class Runner:
             share=share,
         )
 
-    def _remote(self, plan: StepPlan) -> Remote:
+    def _remote(self, plan: StepPlan) -> RemoteWays:
         """How pages of other owners are read; where there are none, it does not matter."""
         one = self._place is None or self._place.axis.size == 1
-        return Remote.DIRECT if one else plan.remote
+        return IN_PLACE if one else plan.remote
 
     def _forward(self, plan: StepPlan, layers: LayerWaits) -> list[RowResult]:
         inputs = self._inputs(plan)
@@ -209,7 +216,7 @@ class Runner:
             assert self._place is not None, "a peer has a place"
             self._sampled = tuple(row for row in plan.rows if row.sample)
             self._samplers = self._who_samples(self._place, self._sampled)
-            if not len(inputs.tokens) and self._remote(plan) is Remote.DIRECT:
+            if not len(inputs.tokens) and not self._remote(plan).exchanges:
                 self._stand_by(self._peers, plan, layers)
                 return []
         if self._replicas is not None:
@@ -236,8 +243,8 @@ class Runner:
         return [end * place.axis.mesh.tp for end in ends]
 
     def _planned(self, plan: StepPlan, inputs: StepInputs) -> PlannedAttention:
-        """Attention in the way that the plan says; where pages travel, all ranks plan for all."""
-        if self._remote(plan) is Remote.DIRECT:
+        """Attention in the ways that the plan says; if anything travels, all ranks plan for all."""
+        if not self._remote(plan).exchanges:
             mapped = self._place is None or self._place.pools is not None
             assert mapped, "pages of other owners are not mapped"
             return PlannedAttention(self._attention, self._attention.plan(inputs.batches))
@@ -252,7 +259,7 @@ class Runner:
     def _on_written(self, plan: StepPlan) -> Callable[[int], None] | None:
         if self._peers is None or self._place is None:
             return None
-        reads_others = self._remote(plan) is Remote.DIRECT and self._place.axis.size > 1
+        reads_others = self._remote(plan).own is Remote.DIRECT and self._place.axis.size > 1
         if not reads_others and not plan.loads:
             return None  # what is sent has been written: nobody need wait for all
         written = functools.partial(self._peers.written, plan.step)
@@ -269,8 +276,8 @@ class Runner:
 
     def _between_layers(self, plan: StepPlan) -> None:
         self._hooks.on_layer()
-        # Where pages or sums travel all ranks pass all layers, whoever learns first of an end.
-        free = self._alone and self._remote(plan) is Remote.DIRECT
+        # Where anything travels all ranks pass all layers, whoever learns first of an end.
+        free = self._alone and not self._remote(plan).exchanges
         cancelled = self._cancelled if free else ()
         if self._stopped or (cancelled and all(row.serial in cancelled for row in plan.rows)):
             raise _NobodyWaits

@@ -6,13 +6,19 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from phloem.core.errors import EngineDead
+from phloem.core.group import Group
 from phloem.core.plan import StepPlan, StepResult
 from phloem.core.refs import PageRef
+from phloem.core.remote import LinkRates
 from phloem.pools import DevicePool
 from phloem.worker.runner import Runner
+from phloem.worker.verify import FreePages, verify_free_pages
 
 __all__ = ["InlineWorker", "TorchWorker"]
 
@@ -22,23 +28,59 @@ class _Failed:
     error: BaseException
 
 
-class InlineWorker:
-    """Runs a plan inside `submit`: for tests and audits."""
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    plan: StepPlan
+    free: FreePages | None
 
-    def __init__(self, runner: Runner, pools: Sequence[DevicePool]) -> None:
+
+class _Steps:
+    """A runner, and the group in which ranks compare what is free; both are left together."""
+
+    def __init__(self, runner: Runner, group: Group[Tensor] | None) -> None:
+        self._runner, self._group = runner, group
+
+    def run(self, plan: StepPlan, free: FreePages | None) -> StepResult:
+        if free is not None:
+            assert self._group is not None, "ranks that compare anything are in a group"
+            verify_free_pages(self._group, plan.step, free)
+        return self._runner.run(plan)
+
+    def measure(self) -> LinkRates:
+        return self._runner.measure()
+
+    def leave(self) -> None:
+        """Other ranks that wait for this one are told. Idempotent."""
+        self._runner.leave()
+        if self._group is not None:
+            self._group.close()
+
+
+class InlineWorker:
+    """Runs a plan inside `submit`: for tests and audits. `group`: see `TorchWorker`."""
+
+    def __init__(
+        self, runner: Runner, pools: Sequence[DevicePool], group: Group[Tensor] | None = None
+    ) -> None:
         self._runner, self._pools = runner, tuple(pools)
+        self._steps = _Steps(runner, group)
         self._done: deque[StepResult | _Failed] = deque()
         self.broken: BaseException | None = None  # what the first failed step has raised
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan, free: FreePages | None = None) -> None:
+        """`free`: compare it with all ranks first."""
         if self.broken is not None:
             self._done.append(_Failed(self.broken))
             return
         try:
-            self._done.append(self._runner.run(plan))
+            self._done.append(self._steps.run(plan, free))
         except Exception as error:  # reported by collect, as a thread would
             self.broken = error
             self._done.append(_Failed(error))
+
+    def measure(self) -> LinkRates:
+        """See `Runner.measure`."""
+        return self._steps.measure()
 
     def wait(self, timeout_s: float) -> bool:  # noqa: ARG002
         return True  # the step ran inside `submit`
@@ -60,18 +102,22 @@ class InlineWorker:
 
     def close(self) -> None:
         self._done.clear()
-        self._runner.leave()
+        self._steps.leave()
 
 
 class TorchWorker:
     """Runs plans first in, first out, on its own thread.
 
-    Owns the runner (and through it the tables and the pools) until `close`.
+    Owns the runner (and through it the tables and the pools) until `close`; so does it `group`, in
+    which ranks compare what is free.
     """
 
-    def __init__(self, runner: Runner, pools: Sequence[DevicePool]) -> None:
+    def __init__(
+        self, runner: Runner, pools: Sequence[DevicePool], group: Group[Tensor] | None = None
+    ) -> None:
         self._runner, self._pools = runner, tuple(pools)
-        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._steps = _Steps(runner, group)
+        self._plans: queue.SimpleQueue[_Planned | Future[LinkRates] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult | _Failed] = queue.SimpleQueue()
         self._next: StepResult | _Failed | None = None  # taken by `wait`, not collected yet
         self._closed = threading.Event()
@@ -80,9 +126,16 @@ class TorchWorker:
         self._thread = threading.Thread(target=self._serve, name="phloem-worker", daemon=True)
         self._thread.start()
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan, free: FreePages | None = None) -> None:
+        """`free`: compare it with all ranks first."""
         assert not self._closed.is_set(), "the worker is closed"
-        self._plans.put(plan)
+        self._plans.put(_Planned(plan, free))
+
+    def measure(self) -> LinkRates:
+        """See `Runner.measure`; on the thread that will run the plans. Waits for it."""
+        future: Future[LinkRates] = Future()
+        self._plans.put(future)
+        return future.result()
 
     def wait(self, timeout_s: float) -> bool:
         if self._next is None:
@@ -117,7 +170,10 @@ class TorchWorker:
         self._thread.join()
 
     def _serve(self) -> None:
-        while (plan := self._plans.get()) is not None:
+        while (planned := self._plans.get()) is not None:
+            if isinstance(planned, Future):
+                self._measure(planned)
+                continue
             if self._closed.is_set():
                 self._results.put(_Failed(EngineDead("the worker was closed")))
                 continue
@@ -125,12 +181,18 @@ class TorchWorker:
                 self._results.put(_Failed(self.broken))
                 continue
             try:
-                self._results.put(self._runner.run(plan))
+                self._results.put(self._steps.run(planned.plan, planned.free))
             except BaseException as error:  # the thread's entry point: collect raises it
                 self.broken = error
                 self._results.put(_Failed(error))
-                self._runner.leave()
-        self._runner.leave()
+                self._steps.leave()
+        self._steps.leave()
+
+    def _measure(self, future: Future[LinkRates]) -> None:
+        try:
+            future.set_result(self._steps.measure())
+        except Exception as error:  # raised where it is waited for
+            future.set_exception(error)
 
 
 def _unwrap(outcome: StepResult | _Failed) -> StepResult:

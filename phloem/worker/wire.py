@@ -1,7 +1,7 @@
 """What travels between the leader and the other ranks, and how: whole messages over a stream.
 
-    leader --Step, Cancel, Load, Swap, End--> rank     frames (`core.frames`) of MessagePack
-    leader <--Done, Loaded, Failed----------- rank
+    leader --Step, Cancel, ... --> rank     frames (`core.frames`) of MessagePack
+    leader <--Done, Failed, ... -- rank
 
 One `Step` per step is all that a leader must send; nobody answers it but with `Done`.
 """
@@ -29,6 +29,7 @@ __all__ = [
     "Failed",
     "Load",
     "Loaded",
+    "Measure",
     "Step",
     "Swap",
     "Up",
@@ -43,11 +44,13 @@ SEND_PATIENCE_S = 30
 
 class Step(msgspec.Struct, tag=True, frozen=True):
     """`log`: commands since the last record, as `replica.pack` has them. `digest`: of the leader's
-    state after them, to be compared; None: not now."""
+    state after them, to be compared; None: not now. `free`: its free pages by pool after them,
+    which all ranks compare before the step; None: they do not."""
 
     plan: StepPlan
     log: bytes = b""
     digest: str | None = None
+    free: dict[str, int] | None = None
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -71,6 +74,10 @@ class End(msgspec.Struct, tag=True, frozen=True):
     that something has failed."""
 
 
+class Measure(msgspec.Struct, tag=True, frozen=True):
+    """Before the first step: take part in the leader's measuring. Nobody answers."""
+
+
 class Loaded(msgspec.Struct, tag=True, frozen=True):
     """The end of `Load`. `error`: one line, if it cannot be used."""
 
@@ -90,7 +97,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     hearsay: bool = False
 
 
-Down: TypeAlias = Step | Cancel | Load | Swap | End
+Down: TypeAlias = Step | Cancel | Load | Swap | End | Measure
 Up: TypeAlias = Done | Loaded | Failed
 
 

@@ -16,7 +16,7 @@ from phloem.attention.choice import AttentionChoice
 from phloem.attention.remote import RemoteAttention
 from phloem.attention.remote_pages import RankPool
 from phloem.core.group import OpKind
-from phloem.core.remote import Remote
+from phloem.core.remote import IN_PLACE, Remote, RemoteWays
 from phloem.groups.local import local_groups
 from phloem.kernels import KVBuffer, Scoring, TorchOps
 from phloem.kernels.codec import make_codec
@@ -36,6 +36,7 @@ class World:
     layers: int = 1
     window: int | None = None
     dtype: KVDtype = KVDtype.FP32
+    pages: int = P  # of a rank
 
     def __post_init__(self) -> None:
         torch.manual_seed(1)
@@ -48,16 +49,19 @@ class World:
             page_size=PAGE,
         )
         codec = make_codec(spec, torch.float32)
-        rows = torch.randn(self.n * P + 1, KV_HEADS, self.layers, 2, PAGE, 1, DIM)
+        rows = torch.randn(self.n * self.pages + 1, KV_HEADS, self.layers, 2, PAGE, 1, DIM)
         self.buffer = KVBuffer(rows if codec is None else codec.encode(rows), codec)
         self.groups = local_groups(self.n, timeout_s=60)
         direct = GatherAttention(self.buffer, TorchOps(), window=self.window)
         self.direct = LayeredAttention([direct], [range(self.layers)])
         # Alone with its pages: a slot beyond them would be another tensor's.
         self.pools = [
-            RankPool(KVBuffer(self.buffer.data[r * P : (r + 1) * P + 1].clone(), codec), r, P)
-            for r in range(self.n)
+            RankPool(KVBuffer(self._part(r), codec), r, self.pages) for r in range(self.n)
         ]
+
+    def _part(self, rank: int) -> torch.Tensor:
+        first = rank * self.pages
+        return self.buffer.data[first : first + self.pages + 1].clone()
 
     def layered(self, rank: int) -> LayeredAttention:
         backend = GatherAttention(self.pools[rank].buffer, TorchOps(), window=self.window)
@@ -70,7 +74,7 @@ class World:
         used = 0
         for start, count in rows:
             number = np.arange(-(-(start + count) // PAGE))
-            table = number % self.n * P + number // self.n + used
+            table = number % self.n * self.pages + number // self.n + used
             used += len(number) // self.n + 1
             positions = np.arange(start, start + count)
             for rank in range(self.n):
@@ -86,14 +90,21 @@ class World:
         with ThreadPoolExecutor(self.n) as pool:
             return list(pool.map(work, range(self.n)))
 
-    def attend(self, remote: Remote, shares: list[tuple[RaggedBatch]]) -> list[torch.Tensor]:
+    def attend(
+        self, ways: RemoteWays | Remote, shares: list[tuple[RaggedBatch]]
+    ) -> list[torch.Tensor]:
         """Every rank's result of random queries over pages that are all there already."""
+        pair = RemoteWays.all(ways) if isinstance(ways, Remote) else ways
 
         def run(rank: int) -> torch.Tensor:
-            attention = RemoteAttention(
-                self.layered(rank), self.pools[rank : rank + 1], self.groups[rank], remote=remote
-            )
-            meta = attention.plan(shares)
+            pool, layered = self.pools[rank], self.layered(rank)
+            if pair.takes(Remote.DIRECT):
+                pool, layered = (
+                    RankPool(self.buffer, rank, self.pages, rank * self.pages, mapped=True),
+                    self.direct,
+                )
+            attention = RemoteAttention(layered, [pool], self.groups[rank])
+            meta = attention.plan(pair, shares)
             return torch.stack(
                 [
                     attention.attend(layer, queries(rank, shares), meta)
@@ -143,12 +154,67 @@ def test_both_ways_equal_direct(rows, n, remote):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
+MIXED = [RemoteWays(cached=a, own=b) for a in Remote for b in Remote if a is not b]
+
+
+@pytest.mark.parametrize("ways", MIXED, ids=str)
+@pytest.mark.parametrize(("rows", "n"), [("ragged", 4), ("64 new tokens on 8K", 2)])
+def test_every_pair_of_ways_equals_direct(rows, n, ways):
+    """With the same pages, of which each part goes its own way: none twice, and none left out."""
+    world = World(n, layers=2)
+    shares = world.shares(*ROWS[rows])
+    for got, want in zip(world.attend(ways, shares), world.wanted(shares), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+QUERY_BYTES = HEADS * (DIM + DIM + 1) * 4  # to an owner and back
+
+
+@pytest.mark.parametrize(
+    ("cached", "own", "pages", "queries"),
+    [
+        (Remote.GATHER_KV, Remote.GATHER_KV, 5 + 5 + 1 + 2, 0),
+        (Remote.SEND_Q, Remote.SEND_Q, 0, 64),
+        (Remote.SEND_Q, Remote.GATHER_KV, 1 + 2, 64),
+        # The chunk's first page sees nothing of the other rank's part of it.
+        (Remote.GATHER_KV, Remote.SEND_Q, 5 + 5, 48),
+        (Remote.DIRECT, Remote.GATHER_KV, 1 + 2, 0),
+        (Remote.DIRECT, Remote.SEND_Q, 0, 48),
+        (Remote.GATHER_KV, Remote.DIRECT, 5 + 5, 0),
+        (Remote.SEND_Q, Remote.DIRECT, 0, 64),
+    ],
+)
+def test_each_part_moves_its_own_bytes_and_no_more(cached, own, pages, queries):
+    """64 new tokens on 160 cached ones, two ranks: 5 pages of each rank are cached, 2 are new, and
+    rank 1 has the last one. The same queries ask for both parts, so where those of the cached part
+    travel anyway, the chunk's own part costs nothing more that way, and its pages would."""
+    world = World(2, layers=3)
+    world.attend(RemoteWays(cached=cached, own=own), world.shares((160, 64)))
+    assert world.bytes_sent() == 3 * (pages * PAGE_BYTES + queries * QUERY_BYTES)
+
+
+def test_a_page_that_is_half_full_goes_the_way_of_the_chunk():
+    """Tokens that were cached in it are sent with those that the step writes, after its write."""
+    world = World(2)
+    world.attend(RemoteWays(cached=Remote.SEND_Q, own=Remote.GATHER_KV), world.shares((24, 16)))
+    # Rank 1 has positions 16 ... 31, of which 8 are new; rank 0's are 32 ... 39, all of which see
+    # that page; rank 1's queries ask for page 0, and nothing of page 2 is seen by them.
+    assert world.bytes_sent() == PAGE_BYTES + 8 * QUERY_BYTES
+
+
+def test_pages_that_are_not_mapped_are_not_read_in_place():
+    world = World(2)
+    attention = RemoteAttention(world.layered(0), world.pools[:1], world.groups[0])
+    with pytest.raises(ValueError, match="not mapped"):
+        attention.plan(RemoteWays(own=Remote.GATHER_KV), world.shares((160, 32)))
+
+
 @pytest.mark.parametrize("dtype", [d for d in KVDtype if d.is_packed], ids=lambda d: d.value)
 def test_packed_pages_travel_as_they_are_stored(dtype):
     """And are attended to alike in all ways, between the gaps of other ranks' pages as well."""
     sent = {}
     for remote in (Remote.GATHER_KV, Remote.SEND_Q):
-        world = World(2, dtype=dtype)
+        world = World(2, dtype=dtype, pages=30)  # packing is slow
         shares = world.shares(*ROWS["ragged"])
         pairs = zip(world.attend(remote, shares), world.wanted(shares), strict=True)
         for got, want in pairs:
@@ -259,10 +325,8 @@ def test_cached_pages_travel_while_the_layer_before_computes(ahead):
         backend = GatherAttention(world.pools[rank].buffer, TorchOps())
         layered = LayeredAttention([diaries[rank].backend(backend)], [range(3)])
         group = diaries[rank].group(world.groups[rank])
-        attention = RemoteAttention(
-            layered, world.pools[rank : rank + 1], group, remote=Remote.GATHER_KV
-        )
-        meta = attention.plan(shares, ahead=ahead)
+        attention = RemoteAttention(layered, world.pools[rank : rank + 1], group)
+        meta = attention.plan(RemoteWays.all(Remote.GATHER_KV), shares, ahead=ahead)
         for layer in range(3):
             attention.attend(layer, queries(rank, shares), meta)
 
@@ -279,10 +343,13 @@ def test_cached_pages_travel_while_the_layer_before_computes(ahead):
 def test_the_way_may_change_from_step_to_step():
     """Over the same pages, which all ranks map here: each way writes what the next one reads."""
     world = World(2, layers=2)
-    ways = [Remote.DIRECT, Remote.SEND_Q, Remote.GATHER_KV, Remote.DIRECT]
+    ways = [RemoteWays.all(way) for way in (Remote.SEND_Q, Remote.GATHER_KV)]
+    ways = [IN_PLACE, *ways, RemoteWays(cached=Remote.SEND_Q), IN_PLACE]
     choices = [
         AttentionChoice(
-            world.direct, [RankPool(world.buffer, rank, P, rank * P)], world.groups[rank]
+            world.direct,
+            [RankPool(world.buffer, rank, P, rank * P, mapped=True)],
+            world.groups[rank],
         )
         for rank in range(2)
     ]
@@ -293,7 +360,7 @@ def test_the_way_may_change_from_step_to_step():
         shares, alone = world.shares((start, count)), one.shares((start, count))
         whole = torch.randn(2, 3, count, HEADS, DIM)
         want = []
-        planned = one_choice.plan(Remote.DIRECT, alone)
+        planned = one_choice.plan(IN_PLACE, alone)
         for layer, (q, k, v) in enumerate(whole):
             k, v = k[:, :KV_HEADS], v[:, :KV_HEADS]
             want.append(planned.attention.run(layer, q, k, v, planned.meta))
@@ -301,8 +368,8 @@ def test_the_way_may_change_from_step_to_step():
         def run(rank: int, way=way, shares=shares, whole=whole, start=start) -> Any:
             at = torch.from_numpy(shares[rank][0].positions()) - start
             plan = choices[rank].plan(way, shares)
-            direct = way is Remote.DIRECT
-            meet = (lambda _: world.groups[rank].barrier()) if direct else None
+            in_place = way.own is Remote.DIRECT
+            meet = (lambda _: world.groups[rank].barrier()) if in_place else None
             outs = []
             for layer, (q, k, v) in enumerate(whole[:, :, at]):
                 new = q, k[:, :KV_HEADS], v[:, :KV_HEADS]
@@ -312,7 +379,7 @@ def test_the_way_may_change_from_step_to_step():
         for got, at in world.threads(run):
             torch.testing.assert_close(got, torch.stack(want)[:, at], rtol=0, atol=1e-5)
         for group in world.groups:
-            assert group.traffic()[OpKind.BARRIER].calls == (2 if step < 3 else 4)
+            assert group.traffic()[OpKind.BARRIER].calls == (2, 2, 2, 4, 6)[step]
 
 
 def test_other_weights_count_in_every_way():
@@ -324,12 +391,12 @@ def test_other_weights_count_in_every_way():
     want = world.wanted(shares)
 
     def run(rank: int) -> list[torch.Tensor]:
-        pool = RankPool(world.buffer, rank, P, rank * P)
+        pool = RankPool(world.buffer, rank, P, rank * P, mapped=True)
         choice = AttentionChoice(before, [pool], world.groups[rank])
         choice.replace(world.direct)
         outs = []
         for way in Remote:
-            plan = choice.plan(way, shares)
+            plan = choice.plan(RemoteWays.all(way), shares)
             q = queries(rank, shares)
             outs.append(torch.stack([plan.attention.attend(i, q, plan.meta) for i in range(2)]))
         return outs
@@ -341,5 +408,6 @@ def test_other_weights_count_in_every_way():
 
 def test_direct_is_no_exchange():
     world = World(2)
+    attention = RemoteAttention(world.layered(0), world.pools[:1], world.groups[0])
     with pytest.raises(ValueError, match="read in place"):
-        RemoteAttention(world.layered(0), world.pools[:1], world.groups[0], remote=Remote.DIRECT)
+        attention.plan(IN_PLACE, world.shares((160, 32)))

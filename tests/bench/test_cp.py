@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from phloem.bench import cp, cp_gather
+from phloem.bench import cp, cp_gather, cp_ways
 from phloem.bench.cp_control import measure_control
 from phloem.bench.cp_engines import EngineShape, open_engines, random_prompt, write_random_model
-from phloem.core.remote import Remote
+from phloem.bench.cp_linked import open_linked
+from phloem.core.remote import IN_PLACE
 
 
 def test_the_log_is_measured_at_both_ends() -> None:
@@ -39,22 +40,34 @@ def test_engines_of_all_placements_answer_prompts_they_have_not_seen(tmp_path: P
             assert engine.cached_tokens == 32
 
 
-def test_bytes_that_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_travel(tmp_path: Path) -> None:
     """What the link carries is what ranks need, and what a few queries save is counted.
 
     Rank 1 has the last page of each chunk of 8, so nothing on rank 0 sees it."""
-    monkeypatch.setattr(cp_gather, "CHUNK", 128)
-    monkeypatch.setattr(cp_gather, "CACHED", 256)
     model = write_random_model(tmp_path, num_layers=cp_gather.NUM_LAYERS)
-    with cp_gather._open(model, 512) as ranks:
-        ranks.prefill(Remote.DIRECT)
+    with open_linked(model, 512, chunk=128) as ranks:
+        ranks.prefill(IN_PLACE)
         assert ranks.link.carried.total() == 0
-        ranks.prefill(Remote.GATHER_KV)
+        ranks.prefill(cp_gather.GATHER)
         token, partial = 2 * 3 * 64 * 2, 9 * (64 * 2 + (64 + 1) * 4)
         halves = (128 + 256 + 384 + 512) // 2
         assert ranks.link.carried == {0: 2 * (halves - 4 * 16) * token, 1: 2 * halves * token}
-        assert ranks.bytes_of(Remote.GATHER_KV) == 2 * (256 + 64 - 16) * token
-        assert ranks.bytes_of(Remote.SEND_Q) == 2 * 64 * partial
+        step = {"cached": 256, "new": 64}
+        assert ranks.bytes_of(cp_gather.GATHER, **step) == 2 * (256 + 64 - 16) * token
+        assert ranks.bytes_of(cp_gather.SEND, **step) == 2 * 64 * partial
+
+
+def test_a_choice_is_compared_with_every_way(tmp_path: Path, monkeypatch) -> None:
+    """What is picked is one of the pairs that were timed, and none is faster than the best."""
+    monkeypatch.setattr(cp_ways, "STEPS", {"few": (256, 16), "all": (0, 128)})
+    model = write_random_model(tmp_path, num_layers=2)
+    with open_linked(model, 512, chunk=128) as ranks:
+        results = cp_ways._over_a_link(ranks, 2)
+    assert [each.name for each in results] == ["auto_over_best_few", "auto_over_best_all"]
+    for each in results:
+        assert each.value >= 1.0
+        assert each.samples["picked"] in each.samples
+        assert len(each.samples) == 5
 
 
 def test_an_unknown_part_is_named() -> None:

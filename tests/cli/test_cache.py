@@ -68,6 +68,7 @@ def test_clear_empties_a_directory(directory: Path, capsys) -> None:
         (["cache", "ls", "--limit", "0"], "--limit must be at least 1"),
         (["cache", "stats", "--url", "http://127.0.0.1:9"], "no answer from"),
         (["cache", "decisions", "/nowhere"], "asks a server"),
+        (["cache", "remote", "/nowhere"], "asks a server"),
         (["cache", "warm", "/nowhere.jsonl"], "cannot read"),
     ],
 )
@@ -123,6 +124,24 @@ DECISION = {
 }
 
 
+REMOTE = {
+    "steps": [{"cached": "send_q", "own": "gather_kv", "steps": 12}],
+    "rates": {"latency_s": 1e-5},
+    "decisions": [
+        {
+            "step": 9,
+            "requests": 1,
+            "new_tokens": 64,
+            "cached_tokens": 8192,
+            "ways": [
+                {"cached": "send_q", "own": "gather_kv", "layer_s": 4e-5},
+                {"cached": "direct", "own": "direct", "layer_s": 9.5e-5},
+            ],
+        }
+    ],
+}
+
+
 @pytest.fixture
 def server(monkeypatch) -> list[httpx.Request]:
     """Answers like a server, and remembers what it was asked."""
@@ -134,6 +153,9 @@ def server(monkeypatch) -> list[httpx.Request]:
         if url.endswith("/cache/decisions"):
             assert more["params"] == {"limit": 20, "request_id": "r7"}
             return httpx.Response(200, json={"decisions": [DECISION]}, request=sent)
+        if url.endswith("/cache/remote"):
+            assert more["params"] == {"limit": 2}
+            return httpx.Response(200, json=REMOTE, request=sent)
         if url.endswith("/cache/verify"):
             return httpx.Response(200, json={"ok": False, "error": "page 7 is lost"}, request=sent)
         if url.endswith("/cache/clear"):
@@ -156,6 +178,14 @@ def test_decisions_are_shown_with_what_was_expected(server, capsys) -> None:
     assert "r7  4,123 tokens; pages: 3 device, 120 host, 5 new" in out
     assert "part: 100 pages loaded, because (all 0.3000 s, none 7.9000 s, chosen 0.2000 s)" in out
     assert "storage: 1 of 2 found, 0 read in 0.500 s: x" in out
+
+
+def test_ways_of_reading_are_shown_with_what_was_expected(server, capsys) -> None:
+    assert main(["cache", "remote", "--limit", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert "step 9  64 new tokens of 1 requests on 8,192 cached" in out
+    assert "    cached send_q, own gather_kv 40 us a layer; cached direct, own direct 95 us" in out
+    assert "12 steps with cached send_q, own gather_kv" in err
 
 
 def test_clear_reaches_the_servers_storage_only_if_asked(server, capsys) -> None:

@@ -66,7 +66,7 @@ TRAVELS = ParallelOptions(cp=4, remote_kv="send_q")
     ("config", "says"),
     [
         (Config(), "4 processes were started .* --cp 1 needs 1"),
-        (Config(parallel=ParallelOptions(cp=4)), "--remote-kv direct"),
+        (Config(parallel=ParallelOptions(cp=4, remote_kv="direct")), "--remote-kv direct"),
         (Config(parallel=ParallelOptions(cp=4, placement="replicate")), "--placement replicate"),
         (Config(parallel=TRAVELS, tiers=TierOptions(host_memory="1GB")), "--host-memory"),
         (Config(parallel=TRAVELS, tiers=TierOptions(storage="/tmp/x")), "--storage"),

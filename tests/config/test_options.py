@@ -75,6 +75,7 @@ def test_yaml_can_hold_every_flag(tmp_path: Path) -> None:
         "placement": "contiguous",
         "remote_kv": "send_q",
         "join_timeout_s": 4.5,
+        "verify_collectives": True,
         "schedule_policy": "hrrn",
         "max_prefill_tokens": 128,
         "max_running": 3,

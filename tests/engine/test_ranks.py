@@ -19,7 +19,7 @@ from phloem.core.errors import ConfigError, EngineDead
 from phloem.core.request import SamplingParams
 from phloem.engine import LLM, AsyncEngine, startup_rows
 from phloem.engine.api import TextChunk
-from phloem.engine.commands import UpdateWeights, VerifyCache
+from phloem.engine.commands import ListRemote, UpdateWeights, VerifyCache
 from tests.engine.fakes import byte_tokenizer
 from tests.engine.test_processes import answer, ask, until
 from tests.models.checkpoints import make_checkpoint, make_latent
@@ -88,7 +88,9 @@ def test_processes_whose_pages_or_queries_travel_answer_alike(
     model: Path, expected: list[tuple[int, ...]], remote_kv: str
 ) -> None:
     """With loads from the host as well: a layer is sent when it is there."""
-    with open_llm(model, 2, remote_kv=remote_kv, host_memory="1MB") as llm:
+    verify = remote_kv == "send_q"  # in a group whose other messages are compared as well
+    settings = {"remote_kv": remote_kv, "verify_collectives": verify, "host_memory": "1MB"}
+    with open_llm(model, 2, **settings) as llm:
         assert ids(llm, PROMPTS) == expected
         assert ask_until_loaded(llm, expected)
     with pytest.raises(ConfigError, match="every page"):
@@ -132,6 +134,22 @@ def test_answers_are_those_of_one_rank(pair: LLM, expected: list[tuple[int, ...]
     assert all(one.cached.device > 0 for one in again)
     assert pair.operate(VerifyCache()) == {"ok": True}
     assert rank_pids(os.getpid())
+
+
+def test_pools_that_are_mapped_are_read_in_place_by_what_was_measured(pair: LLM) -> None:
+    """No setting says so: the figures do, in every step, and the operator can see them."""
+    rows = dict(startup_rows(pair._core.facts))
+    assert rows["remote KV"].startswith("auto: link ")
+    ids(pair, [words(9, 30)])
+    stats = pair.stats()
+    assert stats.remote is not None
+    assert stats.remote.steps_total == (("direct", "direct", stats.steps_total),)
+    told = pair.operate(ListRemote(3))
+    assert told["rates"]["read_bytes_s"] > 0
+    assert [each["step"] for each in told["decisions"]] == [
+        stats.steps_total - back for back in (1, 2, 3)
+    ]
+    assert len(told["decisions"][0]["ways"]) == 9
 
 
 def test_pages_of_all_ranks_come_back_from_the_host(

@@ -20,7 +20,7 @@ from phloem.attention.remote import RemoteAttention
 from phloem.attention.remote_pages import RankPool
 from phloem.config.checkpoint import read_model_config
 from phloem.core.plan import PageTableUpdate, RowPlan, StepPlan
-from phloem.core.remote import Remote
+from phloem.core.remote import IN_PLACE, RemoteWays
 from phloem.core.tokens import tokens_to_bytes
 from phloem.groups.base import BaseGroup
 from phloem.groups.local import local_groups
@@ -67,7 +67,7 @@ class Ranks:
         kernels: str,
         pages_per_rank: int = 160,
         dtype: KVDtype = KVDtype.FP32,
-        remote: Remote = Remote.DIRECT,
+        remote: RemoteWays = IN_PLACE,
         twin: Callable[[BaseGroup], BaseGroup] | None = None,
     ) -> None:
         self.config = read_model_config(Path(str(path)))
@@ -75,7 +75,7 @@ class Ranks:
         specs = kv_specs(self.config, dtype=dtype, page_size=page_size)
         torch_dtype = torch.bfloat16 if dtype is KVDtype.BF16 else torch.float32
         self.remote = remote
-        direct = remote is Remote.DIRECT
+        direct = not remote.exchanges
         counts = [(num_ranks if direct else 1) * pages_per_rank] * len(specs)
         # By rank, if each has its own, and by component.
         self.pools = [
@@ -200,11 +200,11 @@ class Ranks:
 
     def _where(self, page: int) -> tuple[int, int]:
         """The pools, and the slot there, of a page of this global number."""
-        return (0, page) if self.remote is Remote.DIRECT else divmod(page, self.pages_per_rank)
+        return divmod(page, self.pages_per_rank) if self.remote.exchanges else (0, page)
 
     def _exchanging(self, rank: int, forward: ForwardPass) -> RemoteAttention:
         pools = [RankPool(p.buffer, rank, self.pages_per_rank) for p in self.pools[rank]]
-        return RemoteAttention(forward.attention, pools, self.groups[rank], remote=self.remote)
+        return RemoteAttention(forward.attention, pools, self.groups[rank])
 
     def _share(self, rank: int) -> RankShare | None:
         return RankShare(rank, self.pages_per_rank) if self.num_ranks > 1 else None
@@ -222,22 +222,23 @@ class Ranks:
         inputs, forward = self.alter(rank, built), self.passes[rank]
         attention = self.attentions[rank]
         hooks: dict[str, Any] = {"on_layer": lambda: None}
-        if self.num_ranks > 1 and self.remote is Remote.DIRECT:
+        if self.num_ranks > 1 and not self.remote.exchanges:
             hooks["on_written"] = lambda layer: meeting(rank, layer)
         hidden = forward.model.forward(
             inputs.tokens,
             inputs.positions,
             attention=attention,
-            meta=attention.plan(self._views(plan, inputs)),
+            meta=self._meta(rank, plan, inputs),
             **hooks,
         )
         return inputs, forward.model.logits(hidden)
 
-    def _views(self, plan: StepPlan, inputs: StepInputs) -> Any:
-        """What attention plans by."""
-        if self.remote is Remote.DIRECT:
-            return inputs.batches
-        return [self._inputs(plan, self.share_of(rank)).batches for rank in range(self.num_ranks)]
+    def _meta(self, rank: int, plan: StepPlan, inputs: StepInputs) -> Any:
+        attention = self.attentions[rank]
+        if not isinstance(attention, RemoteAttention):
+            return attention.plan(inputs.batches)
+        shares = [self._inputs(plan, self.share_of(r)).batches for r in range(self.num_ranks)]
+        return attention.plan(self.remote, shares)
 
     def _inputs(self, plan: StepPlan, share: RankShare | None) -> StepInputs:
         return build_inputs(

@@ -15,7 +15,7 @@ import torch
 from phloem.attention import bands, gather_plan, remote_queries
 from phloem.attention import remote as remote_pages
 from phloem.core.errors import GroupError
-from phloem.core.remote import Remote
+from phloem.core.remote import IN_PLACE, Remote, RemoteWays
 from phloem.groups.faulty import FaultyGroup
 from tests.models.ranks import Ranks, Row
 from tests.models.test_against_transformers import TOLERANCE, prompt, relative_error
@@ -32,10 +32,15 @@ from tests.models.test_ranks import (
 
 __all__ = ["kernels", "path"]
 
-WAYS = (Remote.GATHER_KV, Remote.SEND_Q)
+GATHER, SEND = (RemoteWays.all(way) for way in (Remote.GATHER_KV, Remote.SEND_Q))
+WAYS = (GATHER, SEND)
+MIXED = (
+    RemoteWays(cached=Remote.SEND_Q, own=Remote.GATHER_KV),
+    RemoteWays(cached=Remote.GATHER_KV, own=Remote.SEND_Q),
+)
 
 
-@pytest.fixture(params=WAYS, ids=lambda way: way.value)
+@pytest.fixture(params=WAYS, ids=str)
 def remote(request):
     return request.param
 
@@ -63,6 +68,18 @@ def test_ranks_equal_one_rank(path, family, page_size, num_ranks, kind, kernels,
     assert_equal(ranks, one, kind)
 
 
+@pytest.mark.parametrize("ways", MIXED, ids=str)
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "kind"),
+    [("llama", 4, "random"), ("gemma3", 2, "striped"), ("v2-lite", 2, "random")],
+)
+def test_one_way_for_what_was_cached_and_another_for_the_chunk(path, family, num_ranks, kind, ways):
+    """Chunks that begin in the middle of a page: such a page is the chunk's own."""
+    one = Ranks(path(family), 1, page_size=4, kernels="torch")
+    ranks = Ranks(path(family), num_ranks, page_size=4, kernels="torch", remote=ways)
+    assert_equal(ranks, one, kind)
+
+
 @pytest.mark.parametrize("family", LATENT)
 @pytest.mark.parametrize(("page_size", "num_ranks", "kind"), [(4, 2, "striped"), (1, 4, "random")])
 @pytest.mark.parametrize("ops", ["torch", "reference"])
@@ -78,7 +95,7 @@ def test_latents_travel_too(path, family, page_size, num_ranks, kind, ops, remot
 def test_a_restart_lower_down(path, family, kernels, remote):
     answers = []
     for num_ranks in (1, 2):
-        way = remote if num_ranks > 1 else Remote.DIRECT
+        way = remote if num_ranks > 1 else IN_PLACE
         ranks = Ranks(path(family), num_ranks, page_size=4, kernels=kernels, remote=way)
         ids, kept, start = prompt(100), 18, 4
         ranks.admit(0, Row(ids, owners("striped", num_ranks, 25, 0)))
@@ -102,13 +119,13 @@ def _swapped(pages, step):
 FAULTS = {
     "none": (None, lambda _: None),
     "a page travels before it is written": (
-        Remote.GATHER_KV,
+        GATHER,
         lambda m: m.setattr(
             remote_pages, "_pages_written", lambda shares: np.empty(0, dtype=np.int64)
         ),
     ),
     "two pages are staged in each other's place": (
-        Remote.GATHER_KV,
+        GATHER,
         lambda m: m.setattr(
             remote_pages.PageExchange,
             "plan",
@@ -116,7 +133,7 @@ FAULTS = {
         ),
     ),
     "a partial result is not merged": (
-        Remote.SEND_Q,
+        SEND,
         lambda m: m.setattr(remote_queries, "add_part", lambda *_: None),
     ),
 }

@@ -30,6 +30,7 @@ import torch
 
 from phloem.cache import HostTier, PrefixCache, WindowConfig, check_invariants
 from phloem.cache.components import ABSENT
+from phloem.cache.remote_choice import RemoteChooser
 from phloem.cache.state import CacheState
 from phloem.config.checkpoint import read_model_config
 from phloem.core.clock import MonotonicClock
@@ -37,7 +38,7 @@ from phloem.core.mesh import Mesh
 from phloem.core.namespace import make_namespace
 from phloem.core.plan import PageTableUpdate, RowInit, RowPlan, StepPlan, StepResult
 from phloem.core.refs import slot_of
-from phloem.core.remote import Remote
+from phloem.core.remote import IN_PLACE, RemoteWays
 from phloem.core.request import (
     CachedTokens,
     FinishReason,
@@ -231,8 +232,10 @@ class Rig:
         placement: str = "striped",
         processes: bool = False,
         kv_dtype: str = "auto",
-        remote: Remote = Remote.DIRECT,
+        remote: RemoteWays = IN_PLACE,
         apart: bool = False,
+        verify: bool = False,
+        digest_every: int = 1,
     ) -> None:
         """With `ranks`, threads of this process that share all these pages, each of `tp` parts; or
         `processes`, of which only rank 0 tells its logits, and which page it has made. `apart`:
@@ -280,19 +283,20 @@ class Rig:
             window=self._window(checkpoint),
         )
         if isinstance(self.loaded.worker, RankedWorker):
-            log = RecordWriter(self.cache.leader.log, self.cache.state, digest_every=1)
-            self.loaded.worker.connect(RankHooks(log=log.take, reap=self._reap))
+            log = RecordWriter(self.cache.leader.log, self.cache.state, digest_every=digest_every)
+            free = log.free_by_pool if verify else None
+            self.loaded.worker.connect(RankHooks(log=log.take, free=free, reap=self._reap))
         config = SchedulerConfig(
             max_model_len=MAX_LEN,
             max_running=max_running,
             max_prefill_tokens=max_prefill_tokens,
             overlap=overlap,
-            remote=remote,
         )
         self.clock = MonotonicClock()  # deadlines of storage are real; nothing else looks at it
         self._model_path = path
         self._store = open_storage(str(store), STORE_BYTES) if isinstance(store, Path) else store
-        self.scheduler = Scheduler(config, self.cache, self._controller(tiers))
+        chooser = RemoteChooser(remote)
+        self.scheduler = Scheduler(config, self.cache, self._controller(tiers), chooser)
         self.loop = EngineLoop(self.scheduler, self.recorder, self.clock, self._emit)
         self.answers: dict[str, Answer] = {}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from phloem.core.mesh import Mesh, ShardAxis
-from phloem.core.remote import Remote
+from phloem.core.remote import Remote, RemoteWays
 from phloem.kv.sizing import least_window_pages
 from phloem.models.row import Row
 from phloem.tiers import TierConfig
@@ -56,7 +56,7 @@ def test_requests_that_come_and_go_over_a_small_pool(
         max_running=4,
         ranks=cp,
         tp=tp,
-        remote=Remote(way),
+        remote=RemoteWays.all(Remote(way)),
         kernels=kernels,
     ) as rig:
         heads = [words(rng.randrange(999), rng.randrange(5, 40)) for _ in range(3)]
@@ -215,7 +215,7 @@ def test_native_kernels_compute_a_part_of_a_layer(
         ranks=cp,
         tp=2,
         kernels="native",
-        remote=Remote(way),
+        remote=RemoteWays.all(Remote(way)),
         **windows,
     ) as rig:
         chat(rig, 40, 4)

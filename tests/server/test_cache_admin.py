@@ -52,6 +52,14 @@ async def test_decisions_of_all_or_of_one_request() -> None:
     ]
 
 
+async def test_how_steps_read_remote_pages() -> None:
+    engine = FakeEngine()
+    async with client(engine) as http:
+        assert (await http.get("/cache/remote", params={"limit": 7})).status_code == 200
+        assert (await http.get("/cache/remote", params={"limit": "x"})).status_code == 400
+    assert engine.commands == [commands.ListRemote(7)]
+
+
 async def test_stats_count_tokens_by_their_source() -> None:
     async with client(FakeEngine()) as http:
         answer = (await http.get("/cache/stats")).json()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from phloem.cache import WindowConfig
+from phloem.cache.remote_choice import RemoteModel
+from phloem.cache.remote_cost import LayerShape
 from phloem.cli.main import main
-from phloem.sim import Ranks, ReplayReport, replay, simulated_target
+from phloem.core.remote import LinkRates
+from phloem.sim import Ranks, ReplayReport, ReplayTarget, replay, simulated_target
 from tests.sim.test_replay_windows import TRACE, write
 
 MANY = 1000
@@ -50,6 +54,30 @@ def test_windows_and_the_host_tier_come_along(placement: str):
     found = report(16, ranks, host_pages=200, window=window)
     assert found.cached_by_request == replay(TRACE).cached_by_request
     assert found.host_tokens > 0
+
+
+def test_rates_that_are_given_choose_how_simulated_steps_read():
+    """As a real leader would by what it has measured: a slow link, and memory that is mapped."""
+    layer = LayerShape(kv_bytes=768, q_bytes=1152, partial_bytes=2340)
+    slow = LinkRates(latency_s=2e-5, bytes_s=1e8, linear_row_s=2e-7, pair_s=1e-10)
+    for rates, ways in (
+        (slow, {"gather_kv", "send_q"}),
+        (replace(slow, read_bytes_s=1e10), {"direct"}),
+    ):
+        remote = RemoteModel(ranks=2, page_size=16, layer=layer, rates=rates)
+        target = simulated_target(num_pages=MANY, ranks=Ranks(count=2, remote=remote))
+        loops = []
+
+        def keep(emit, target=target, loops=loops):
+            loops.append(target.make_loop(emit))
+            return loops[0]
+
+        found = replay(TRACE, target=ReplayTarget(make_loop=keep))
+        assert found.cached_by_request == replay(TRACE).cached_by_request
+        stats = loops[0].stats()
+        steps = stats.remote.steps_total
+        assert sum(count for _, _, count in steps) == stats.steps_total
+        assert {way for cached, own, _ in steps for way in (cached, own)} <= ways
 
 
 def test_a_host_behind_copies_is_that_of_one_rank():

@@ -14,7 +14,7 @@ import torch
 from phloem.core.plan import PageTableUpdate, RowInit, RowPlan, StepPlan, StepResult
 from phloem.core.protocols import Worker
 from phloem.core.refs import NO_REFS, make_ref, owner_of, slot_of
-from phloem.core.remote import Remote
+from phloem.core.remote import IN_PLACE, RemoteWays
 from phloem.core.request import SamplingParams
 from phloem.core.tokens import tokens_to_bytes
 from phloem.worker import Hooks
@@ -61,7 +61,7 @@ class RankDriver:
     `ways`: how the steps read remote pages, one after the other, over and over.
     """
 
-    ways: tuple[Remote, ...] = (Remote.DIRECT,)
+    ways: tuple[RemoteWays, ...] = (IN_PLACE,)
 
     def __init__(
         self, worker: Worker, owner: Owner, *, size: int, num_pages: int, page_size: int

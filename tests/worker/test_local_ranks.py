@@ -11,7 +11,7 @@ import torch
 
 from phloem.core.errors import EngineDead
 from phloem.core.plan import StepPlan
-from phloem.core.remote import Remote
+from phloem.core.remote import Remote, RemoteWays
 from phloem.core.request import SamplingParams
 from phloem.worker import (
     Peers,
@@ -141,17 +141,17 @@ def test_copies_of_all_pages_on_every_rank_give_the_same(path, alone, size) -> N
 
 
 WAYS = {
-    "gather_kv": (Remote.GATHER_KV,),
-    "send_q": (Remote.SEND_Q,),
-    "anew": (Remote.DIRECT, Remote.SEND_Q, Remote.GATHER_KV),
+    "gather_kv": (RemoteWays.all(Remote.GATHER_KV),),
+    "send_q": (RemoteWays.all(Remote.SEND_Q),),
+    "anew": tuple(RemoteWays(cached=a, own=b) for b in Remote for a in Remote),
 }
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.parametrize(("size", "ways"), [(2, "gather_kv"), (4, "send_q"), (3, "anew")])
 def test_pages_and_queries_that_travel_give_the_same(path, alone, size, ways, kernels) -> None:
-    """In whatever way each step says. Red if a rank without tokens leaves a layer out, or if a
-    page is sent before it is written."""
+    """In whatever ways each step says. Red if a rank without tokens leaves a layer out, if a page
+    is sent before it is written, or if one that is read in place is not waited for."""
     if kernels == "native":
         native_library()
     ranks, logits = driver(path, size, striped(size), kernels=kernels)

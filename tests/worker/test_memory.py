@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
+from phloem.attention.remote_pages import HALVES, PageExchange, RankPool
+from phloem.groups import local_groups
+from phloem.kernels import KVBuffer
+from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
+from phloem.worker import staging_bytes
 from tests.kernels.native_build import native_library
 from tests.models.checkpoints import _SIZES, make_latent, make_windowed
 
@@ -54,6 +61,34 @@ before = status("VmRSS")
 assert step(COUNT, True).rows[0].logprob is not None
 print(json.dumps({"grown": status("VmHWM") - before, "bound": loaded.activation_bytes}))
 """
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_copies_of_all_pages_of_all_others_stay_within_their_bound(ranks: int) -> None:
+    """What two halves take when a step reads everything, also while it grows to that."""
+    spec = KVSpec(
+        kind=AttentionKind.GQA,
+        dtype=KVDtype.BF16,
+        num_layers=3,
+        num_kv_heads=2,
+        head_dim=8,
+        page_size=4,
+    )
+    pages = 50
+    data = torch.zeros(pages + 1, 2, 3, 2, 4, 1, 8, dtype=torch.bfloat16)
+    assert data[0].nbytes == spec.page_bytes
+    group = local_groups(ranks)[0]
+    exchange = PageExchange(RankPool(KVBuffer(data), 0, pages), group)
+    wanted = [np.arange(ranks * pages) for _ in range(ranks)]
+    wanted = [each[each // pages != rank] for rank, each in enumerate(wanted)]
+    for share in (10, 2, 1):
+        exchange.plan([each[: len(each) // share] for each in wanted], np.arange(0))
+    staged = sum(exchange.staging(half).data.nbytes for half in range(HALVES))
+    sent = (ranks - 1) * pages * spec.page_bytes // 3
+    bound = staging_bytes([spec], [pages], ranks=ranks)
+    assert staged + 2 * sent == bound
+    window = replace(spec, retention=8)
+    assert staging_bytes([window], [pages], ranks=ranks) > bound  # its own pages are staged too
 
 
 @pytest.mark.parametrize(
