@@ -40,9 +40,16 @@ def test_ranks_that_were_measured_answer_as_before(path, alone) -> None:
 def test_all_ranks_have_the_same_figures(path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[LinkRates] = []
     real = runner.measure_rates
-    monkeypatch.setattr(runner, "measure_rates", lambda *a: seen.append(real(*a)) or seen[-1])
+
+    def noted(model, choice) -> LinkRates:
+        rates = real(model, choice)
+        seen.append(rates)
+        return rates
+
+    monkeypatch.setattr(runner, "measure_rates", noted)
     ranks, _ = driver(path, 3, striped(3))
     rates = ranks.worker.measure()
+    ranks.step()  # which a rank begins when it has measured
     ranks.worker.close()
     assert seen == [rates] * 3
     assert rates.read_bytes_s > 0  # mapped
