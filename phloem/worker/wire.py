@@ -97,7 +97,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     hearsay: bool = False
 
 
-Down: TypeAlias = Step | Cancel | Load | Swap | Measure | End
+Down: TypeAlias = Step | Cancel | Load | Swap | End | Measure
 Up: TypeAlias = Done | Loaded | Failed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -161,10 +162,11 @@ def test_pages_and_queries_that_travel_give_the_same(path, alone, size, ways, ke
     check_same(ranks, logits, alone)
 
 
+TRAVEL = (Remote.GATHER_KV, Remote.SEND_Q)
 APART = {
-    "gather_kv": (Remote.GATHER_KV,),
-    "send_q": (Remote.SEND_Q,),
-    "anew": (Remote.SEND_Q, Remote.GATHER_KV),
+    "gather_kv": (RemoteWays.all(Remote.GATHER_KV),),
+    "send_q": (RemoteWays.all(Remote.SEND_Q),),
+    "anew": tuple(RemoteWays(cached=a, own=b) for a, b in product(TRAVEL, repeat=2)),
 }
 
 
