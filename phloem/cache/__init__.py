@@ -8,6 +8,7 @@ from phloem.cache.host_ledger import HostTier
 from phloem.cache.invariants import check_invariants
 from phloem.cache.match import Match
 from phloem.cache.prefix_cache import PrefixCache
+from phloem.cache.replica_policy import ReplicaConfig
 from phloem.cache.reservation import PagesChanged, Reservation
 from phloem.cache.state import CacheState
 from phloem.cache.window import WindowConfig
@@ -22,6 +23,7 @@ __all__ = [
     "Match",
     "PagesChanged",
     "PrefixCache",
+    "ReplicaConfig",
     "Reservation",
     "WindowConfig",
     "WindowMatch",

@@ -9,6 +9,7 @@ from phloem.cache.chain import chain_keys, unpack_keys
 from phloem.cache.host_invariants import host_violations
 from phloem.cache.node import REF_BYTES, Node
 from phloem.cache.prefix_cache import PrefixCache
+from phloem.cache.replica_invariants import replica_violations
 from phloem.cache.reservation import Reservation
 from phloem.cache.tree import RadixTree
 from phloem.cache.window_invariants import window_violations
@@ -31,6 +32,7 @@ def violations(cache: PrefixCache, *, idle: bool = False) -> list[str]:
         out.extend(rule(cache))
     out.extend(host_violations(cache, idle=idle))
     out.extend(window_violations(cache, idle=idle))
+    out.extend(replica_violations(cache))
     if idle:
         if cache.leader.reservations:
             out.append(f"{len(cache.leader.reservations)} reservations are open at idle")
@@ -102,8 +104,8 @@ def _locks(cache: PrefixCache) -> Iterator[str]:
 
 
 def _pages(cache: PrefixCache) -> Iterator[str]:
-    """Every slot is in exactly one place: free, in one node, or one request's own."""
-    places: Counter[int] = Counter()
+    """Every slot is in exactly one place: free, in one node, one request's own, or a replica."""
+    places: Counter[int] = Counter(replica for _, replica in cache.state.replicas.pairs())
     for node in _nodes(cache.state.tree):
         places.update(node.ref_list())
     for reservation in cache.leader.reservations:
@@ -124,7 +126,7 @@ def _pages(cache: PrefixCache) -> Iterator[str]:
 
 
 def _owners(cache: PrefixCache) -> Iterator[str]:
-    """Free + evictable + locked = pool size, for each owner."""
+    """Free + evictable + locked + replicas = pool size, for each owner."""
     evictable, locked = Counter[int](), Counter[int]()
     for node in _nodes(cache.state.tree):
         owners = map(owner_of, node.ref_list())
@@ -132,18 +134,19 @@ def _owners(cache: PrefixCache) -> Iterator[str]:
     for reservation in cache.leader.reservations:
         locked.update(map(owner_of, reservation.refs[reservation.num_shared_pages :].tolist()))
     for allocator in cache.state.allocators:
-        parts = (allocator.num_free, evictable[allocator.owner], locked[allocator.owner])
+        owner, copies = allocator.owner, cache.state.replicas.count(allocator.owner)
+        parts = (allocator.num_free, evictable[owner], locked[owner], copies)
         if sum(parts) != allocator.capacity:
             yield (
-                f"owner {allocator.owner}: {parts[0]} free + {parts[1]} evictable + {parts[2]} "
-                f"locked pages are not {allocator.capacity}"
+                f"owner {owner}: {parts[0]} free + {parts[1]} evictable + {parts[2]} locked pages "
+                f"+ {copies} replicas are not {allocator.capacity}"
             )
     running = [r.refs for r in cache.leader.reservations if not r.closed and r.num_pages]
     ends = Counter(owner_of(int(refs[-1])) for refs in running)
     for owner, count in enumerate(cache.leader.ends):
         if len(cache.leader.ends) > 1 and count != ends[owner]:
             yield f"owner {owner}: {count} requests count as ending there, {ends[owner]} do"
-    if sum(allocator.num_free for allocator in cache.state.allocators) != cache.free_pages:
+    if sum(cache.state.room()) != cache.free_pages:
         yield f"{cache.free_pages} pages count as free, the allocators say otherwise"
 
 

@@ -16,6 +16,8 @@ from phloem.cache.host_ledger import Backup, HostLedger
 from phloem.cache.match import Match
 from phloem.cache.node import REF_BYTES, Node
 from phloem.cache.placement import PlacementPolicy, num_displaced, take_pages
+from phloem.cache.replica_ledger import ReplicaLedger
+from phloem.cache.replica_policy import ReplicaConfig
 from phloem.cache.reservation import Reservation
 from phloem.cache.residence import covered
 from phloem.cache.state import CacheState
@@ -53,6 +55,7 @@ class Leader:
         "placement",
         "policy",
         "record_freed",
+        "replicas",
         "reservations",
         "state",
         "tree",
@@ -91,10 +94,15 @@ class Leader:
         if window is not None:
             self.window = WindowLedger(state, self.log, window, record_freed)
             self.window_host = WindowHost(self)
+        self.replicas: ReplicaLedger | None = None
         self.reservations: set[Reservation] = set()  # open now; never iterated to decide anything
         self.ages: Ages | None = None  # set by who has a clock
         self.backups: set[Backup] = set()  # in flight; never iterated to decide anything
         self._freed: list[bytes] = []
+
+    def keep_replicas(self, config: ReplicaConfig) -> None:
+        """From now on pages that other ranks read often are copied to them."""
+        self.replicas = ReplicaLedger(self.state, self.log, config, self._note_freed)
 
     def note_hit(self, match: Match, load_pages: int, ages: Ages) -> None:
         """For the ages: what matched is used."""
@@ -140,28 +148,31 @@ class Leader:
                     f"{num_pages} pages asked, {num_pages - missing} free and {evictable} evictable"
                 )
             self.evict(missing)
-        allocators = self.state.allocators
-        if len(allocators) == 1:
+        if len(self.state.allocators) == 1:
             return self._take(0, num_pages)
         return self._take_placed(num_pages, last)
 
     def _take_placed(self, num_pages: int, last: int | None) -> bytes:
         """As the policy wants them placed: it may evict more for that, up to a price."""
         policy = self.placement
-        allocators = self.state.allocators
         price = policy.price(num_pages) if self.evicts_for_placement else 0
-        free = [allocator.num_free for allocator in allocators]
+        free = self.state.room()
         start = policy.start(num_pages, free, self.ends, last)
         while price and (missing := num_displaced(num_pages, free, start, policy.step)):
             evicted = self.evict(min(price, missing))
             if not evicted:
                 break
             price -= evicted
-            free = [allocator.num_free for allocator in allocators]
+            free = self.state.room()
         return take_pages(num_pages, free, start, policy.step, self._take)
 
     def _take(self, owner: int, num_pages: int) -> bytes:
-        return cast(bytes, self.log.append(commands.alloc(owner, num_pages)))
+        if self.replicas is not None:
+            self.replicas.make_room(owner, num_pages)
+        refs = cast(bytes, self.log.append(commands.alloc(owner, num_pages)))
+        if self.replicas is not None:
+            self.replicas.taken(refs)
+        return refs
 
     def evict(self, num_pages: int) -> int:
         """Evict up to `num_pages` unlocked pages; returns how many."""
@@ -367,33 +378,13 @@ class Leader:
         steps = JOIN_STEPS
         upper: Node | None = node
         while upper is not None and upper.parent is not None and steps > 0:
-            count = self._run_above(upper)
+            count = self.tree.run_above(upper, JOIN_RATIO)
             if count:
                 gone = self.log.append(commands.merge(upper.id, count))
                 if not upper.locks:
                     self.policy.locked(gone)
             steps -= 1 + count
             upper = upper.parent
-
-    def _run_above(self, node: Node) -> int:
-        """How many ancestors right above can be joined with `node`."""
-        # A much longer one stays as it is, so that joining copies each token a bounded number of
-        # times while a session grows; the path of a session then has O(log) nodes.
-        length = len(node.key)
-        count = 0
-        parent = node.parent
-        while (
-            parent is not None
-            and len(parent.children) == 1
-            and parent.locks == node.locks
-            and parent.parent is not None
-            and parent.residence == node.residence
-            and len(parent.key) <= JOIN_RATIO * length
-        ):
-            count += 1
-            length += len(parent.key)
-            parent = parent.parent
-        return count
 
     def _note_freed(self, refs: bytes) -> None:
         if self.record_freed:

@@ -18,6 +18,7 @@ from phloem.cache.leader import Leader
 from phloem.cache.match import Match
 from phloem.cache.node import REF_BYTES, REF_DTYPE
 from phloem.cache.placement import Replicate, make_placement, placed_pools
+from phloem.cache.replica_policy import ReplicaConfig
 from phloem.cache.reservation import Reservation
 from phloem.cache.state import CacheState
 from phloem.cache.window import WindowConfig
@@ -30,6 +31,7 @@ from phloem.core.stats import CacheStats, WindowStats
 __all__ = ["PrefixCache"]
 
 MAX_GHOSTS = 1 << 16
+MAX_OWNERS = 64  # of replicas: a bit each
 NO_HOST = HostTier()
 
 
@@ -89,6 +91,15 @@ class PrefixCache:
         )
         self._tree = self.state.tree
         self._page_bytes = self._tree.page_bytes
+
+    def keep_replicas(self, config: ReplicaConfig) -> None:
+        """From now on pages that other ranks read often are copied to them, into free pages.
+
+        Raises ConfigError where that cannot be.
+        """
+        if not 1 < len(self.num_pages) <= MAX_OWNERS:
+            raise ConfigError(f"replicas need 2 to {MAX_OWNERS} owners, not {len(self.num_pages)}")
+        self.leader.keep_replicas(config)
 
     def match(self, namespace: bytes, tokens: bytes, max_pages: int | None = None) -> Match:
         """The longest committed prefix of whole pages. Changes nothing, locks nothing.
@@ -227,6 +238,7 @@ class PrefixCache:
 
     @property
     def free_pages(self) -> int:
+        """Pages that can be had without evicting anything: those that hold replicas, too."""
         return self.state.free_pages
 
     @property
@@ -240,11 +252,11 @@ class PrefixCache:
 
     def stats(self) -> CacheStats:
         """A snapshot of all counters."""
-        host = self.leader.host
+        host, replicas = self.leader.host, self.leader.replicas
         return CacheStats(
             page_size=self.page_size,
             total_pages=self.total_pages,
-            free_pages=self.free_pages,
+            free_pages=self.free_pages - self.state.replicas.num_pages,
             evictable_pages=self.evictable_pages,
             locked_pages=self.locked_pages,
             nodes=len(self._tree.nodes) - 1,
@@ -257,6 +269,7 @@ class PrefixCache:
             host_pages=self._tree.host_pages,
             host_evicted_pages_total=host.evicted_pages,
             window=self._window_stats(),
+            replicas=None if replicas is None else replicas.stats(),
         )
 
     def _window_stats(self) -> WindowStats | None:

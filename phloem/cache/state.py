@@ -9,6 +9,7 @@ from typing import Any
 from phloem.cache import residence
 from phloem.cache.components import FULL, Component
 from phloem.cache.node import REF_BYTES, Node
+from phloem.cache.page_replicas import PageReplicas
 from phloem.cache.tree import RadixTree
 from phloem.cache.window import WindowConfig
 from phloem.cache.window_state import WindowState
@@ -31,7 +32,16 @@ class CacheState:
     status changed.
     """
 
-    __slots__ = ("_handlers", "allocators", "free_pages", "host", "now", "tree", "window")
+    __slots__ = (
+        "_handlers",
+        "allocators",
+        "free_pages",
+        "host",
+        "now",
+        "replicas",
+        "tree",
+        "window",
+    )
 
     def __init__(
         self,
@@ -47,7 +57,8 @@ class CacheState:
         self.tree = RadixTree(page_size, components=components)
         self.allocators = tuple(PageAllocator(owner, n) for owner, n in enumerate(num_pages))
         self.host = HostPool(host_pages)
-        self.free_pages = sum(num_pages)  # over all owners
+        self.replicas = PageReplicas(len(num_pages))
+        self.free_pages = sum(num_pages)  # over all owners; those that hold replicas are free, too
         self.now = 0  # log time: commands applied so far
         handlers: dict[int, Callable[[Command], Any]] = {
             commands.ALLOC: self._alloc,
@@ -71,6 +82,9 @@ class CacheState:
             commands.HOST_EVICT: self._host_evict,
             commands.STORED: self._stored,
             commands.NOT_STORED: self._not_stored,
+            commands.REPLICATE: self._replicate,
+            commands.REPLICATED: self._replicated,
+            commands.DROP_REPLICAS: self._drop_replicas,
         }
         num_ops = commands.NUM_OPS
         self.window: WindowState | None = None
@@ -86,9 +100,9 @@ class CacheState:
         return self._handlers[command[0]](command)
 
     def digest(self) -> str:
-        """A fingerprint of tree, allocators and log time."""
+        """A fingerprint of tree, allocators, replicas and log time."""
         parts = [allocator.digest() for allocator in self.allocators]
-        parts += [self.host.digest(), self.tree.digest()]
+        parts += [self.host.digest(), self.tree.digest(), self.replicas.digest()]
         if self.window is not None:
             parts.append(self.window.digest())
         return f"{self.now}:{hashlib.blake2b(b''.join(parts), digest_size=16).hexdigest()}"
@@ -103,6 +117,11 @@ class CacheState:
             free["host window pages"] = self.window.host.num_free
         return free
 
+    def room(self) -> list[int]:
+        """How many pages each owner has that hold nothing, or nothing but replicas."""
+        count = self.replicas.count
+        return [pool.num_free + count(owner) for owner, pool in enumerate(self.allocators)]
+
     def _alloc(self, command: Command) -> bytes:
         _, owner, num_pages = command
         self.free_pages -= num_pages
@@ -113,7 +132,7 @@ class CacheState:
 
     def _give_back(self, refs: bytes) -> None:
         self.free_pages += len(refs) // REF_BYTES
-        give_back(self.allocators, refs)
+        give_back(self.allocators, refs + self.replicas.leave(refs))
 
     def _insert(self, command: Command) -> Node:
         _, parent, namespace, tokens, refs = command
@@ -221,3 +240,16 @@ class CacheState:
 
     def _not_stored(self, command: Command) -> None:
         residence.unmark_stored(self.tree.nodes[command[1]])
+
+    def _replicate(self, command: Command) -> bytes:
+        _, owner, refs = command
+        replicas = self.allocators[owner].alloc(len(refs) // REF_BYTES)
+        self.replicas.add(refs, replicas)
+        return replicas
+
+    def _replicated(self, command: Command) -> None:
+        self.replicas.commit(command[1])
+
+    def _drop_replicas(self, command: Command) -> None:
+        self.replicas.drop(command[1])
+        give_back(self.allocators, command[1])

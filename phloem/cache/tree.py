@@ -204,6 +204,28 @@ class RadixTree:
         self.epoch += 1
         return gone
 
+    def run_above(self, node: Node, most_times_longer: int) -> int:
+        """How many ancestors right above can be joined with `node`.
+
+        Each is at most so many times as long as what it is joined with: then joining copies each
+        token a bounded number of times while a session grows, and its path has O(log) nodes.
+        """
+        length = len(node.key)
+        count = 0
+        parent = node.parent
+        while (
+            parent is not None
+            and len(parent.children) == 1
+            and parent.locks == node.locks
+            and parent.parent is not None
+            and parent.residence == node.residence
+            and len(parent.key) <= most_times_longer * length
+        ):
+            count += 1
+            length += len(parent.key)
+            parent = parent.parent
+        return count
+
     def remove_tail(self, node: Node, num_pages: int) -> tuple[bytes, bytes]:
         """Drop the last pages of an unlocked leaf, and the leaf with the last one of them.
 

@@ -9,7 +9,7 @@ token. A plan may carry a row whose request has ended meanwhile: its result is i
 tells), its writes land in pages that only later plans may reuse.
 
 Order inside one step: `released`, `freed_pages` (tests fill them with NaN), `admitted`,
-`table_updates`, then the forward pass over `rows`, then sampling.
+`table_updates`, `replicas`, then the forward pass over `rows`, then sampling.
 
 Components. Layers that keep all tokens have their state in component 0, layers with a window in
 component 1, each with a pool and a page table of its own. A window table has entries only where
@@ -28,7 +28,15 @@ from phloem.core.refs import NO_REFS, PageRefs
 from phloem.core.remote import IN_PLACE, RemoteWays
 from phloem.core.request import SamplingParams, TokenLogprob
 
-__all__ = ["PageTableUpdate", "RowInit", "RowPlan", "RowResult", "StepPlan", "StepResult"]
+__all__ = [
+    "PageTableUpdate",
+    "ReplicaPlan",
+    "RowInit",
+    "RowPlan",
+    "RowResult",
+    "StepPlan",
+    "StepResult",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +84,24 @@ class RowPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaPlan:
+    """Copies of pages of component 0 on ranks that do not own them: each a page (n,), and where its
+    copy is (n,), on the rank that reads it in the page's stead.
+
+    From this step on those `gone` are not read any more, then those `ready` are. Those `made` are
+    copied in this step, at any time in it, and read in no step before they are `ready`.
+    Page tables, and who computes what, name the pages themselves and know of no copy.
+    """
+
+    made: PageRefs = field(default_factory=lambda: NO_REFS)
+    made_at: PageRefs = field(default_factory=lambda: NO_REFS)
+    ready: PageRefs = field(default_factory=lambda: NO_REFS)
+    ready_at: PageRefs = field(default_factory=lambda: NO_REFS)
+    gone: PageRefs = field(default_factory=lambda: NO_REFS)
+    gone_at: PageRefs = field(default_factory=lambda: NO_REFS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """One forward pass over a ragged batch of prefill chunks and decodes.
 
@@ -95,6 +121,7 @@ class StepPlan:
     freed_window_pages: PageRefs = field(default_factory=lambda: NO_REFS)  # of component 1
     loads: tuple[int, ...] = ()
     remote: RemoteWays = IN_PLACE  # how ranks attend over each other's pages; all do the same
+    replicas: ReplicaPlan | None = None  # None: nothing changes
 
     @property
     def num_tokens(self) -> int:

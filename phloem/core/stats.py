@@ -13,6 +13,7 @@ __all__ = [
     "CacheStats",
     "EngineStats",
     "RemoteStats",
+    "ReplicaStats",
     "TierStats",
     "TransferStats",
     "WindowStats",
@@ -38,8 +39,19 @@ class WindowStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStats:
+    """Copies of pages on ranks that do not own them; they give way to anything else."""
+
+    pages: int
+    most_pages: int  # that there may be
+    made_pages_total: int = 0
+    served_pages_total: int = 0  # reads of a page by a row in a step that needed no other rank
+    dropped_pages_total: tuple[tuple[str, int], ...] = ()  # by reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
-    """The prefix cache. Pages: free + evictable + locked = total at every moment."""
+    """The prefix cache. Pages: free + evictable + locked + replicas = total at every moment."""
 
     page_size: int
     total_pages: int
@@ -56,6 +68,7 @@ class CacheStats:
     host_pages: int = 0  # of the tree; the rest are written or read by transfers
     host_evicted_pages_total: int = 0
     window: WindowStats | None = None  # None: no layer has a window
+    replicas: ReplicaStats | None = None  # None: none are made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

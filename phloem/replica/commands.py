@@ -22,6 +22,9 @@ out in the order of the log, so they are equal on every rank; refs are packed na
              adopt                on the host alone -> also on the device, in a request's own pages
              host_evict           on the host -> free; what is nowhere else leaves the tree
              stored, not_stored   the pages are known to be in storage; they are not any more
+    replicas replicate -> refs    free -> a replica of a page of another owner, being made
+             replicated           it is whole, and may be read
+             drop_replicas        a replica -> free; so without a command where its page is freed
 
 Plain tuples, because two are written for every request on the hot path, and they cost a tenth of
 a class to make and to digest; only the functions below make them.
@@ -37,6 +40,7 @@ __all__ = [
     "APPEND",
     "DEMOTE",
     "DETACH",
+    "DROP_REPLICAS",
     "EVICT",
     "FREE",
     "HOST_ALLOC",
@@ -51,6 +55,8 @@ __all__ = [
     "MERGE",
     "NOT_STORED",
     "NUM_OPS",
+    "REPLICATE",
+    "REPLICATED",
     "SPLIT",
     "STORED",
     "UNLOCK",
@@ -60,6 +66,7 @@ __all__ = [
     "append",
     "demote",
     "detach",
+    "drop_replicas",
     "evict",
     "free",
     "host_alloc",
@@ -73,6 +80,8 @@ __all__ = [
     "lock",
     "merge",
     "not_stored",
+    "replicate",
+    "replicated",
     "split",
     "stored",
     "unlock",
@@ -83,7 +92,8 @@ Command: TypeAlias = tuple[Any, ...]
 ALLOC, FREE, INSERT, APPEND, SPLIT, MERGE, LOCK, UNLOCK, EVICT, DETACH = range(10)
 HOST_ALLOC, HOST_FREE, HOST_HOLD, HOST_RELEASE, HOST_ATTACH, HOST_INSERT = range(10, 16)
 DEMOTE, ADOPT, HOST_EVICT, STORED, NOT_STORED = range(16, 21)
-NUM_OPS = 21
+REPLICATE, REPLICATED, DROP_REPLICAS = range(21, 24)
+NUM_OPS = 24
 
 
 def alloc(owner: int, num_pages: int) -> Command:
@@ -192,3 +202,18 @@ def stored(node: int, num_pages: int) -> Command:
 def not_stored(node: int) -> Command:
     """Storage has lost pages of the node."""
     return (NOT_STORED, node)
+
+
+def replicate(owner: int, refs: bytes) -> Command:
+    """Take pages from an owner's pool for replicas of these pages of others, in their order."""
+    return (REPLICATE, owner, refs)
+
+
+def replicated(replicas: bytes) -> Command:
+    """These replicas hold what their pages hold."""
+    return (REPLICATED, replicas)
+
+
+def drop_replicas(replicas: bytes) -> Command:
+    """Free replicas; their pages stay."""
+    return (DROP_REPLICAS, replicas)

@@ -30,6 +30,7 @@ from phloem.sched.admission import Admission
 from phloem.sched.chunks import output_chunk
 from phloem.sched.config import SchedulerConfig
 from phloem.sched.counters import Counters
+from phloem.sched.hot_reads import HotReads
 from phloem.sched.limits import check_request
 from phloem.sched.packing import pack_prefills
 from phloem.sched.policies import PolicyView, get_policy
@@ -71,6 +72,7 @@ class Scheduler:
             max_running=config.max_running, page_size=cache.page_size, tiers=tiers
         )
         self._counters = Counters()
+        self._hot_reads = HotReads(cache, self._running)
         self._windows = WindowBudget(
             cache,
             max_prefill_tokens=config.max_prefill_tokens,
@@ -203,6 +205,7 @@ class Scheduler:
         plan = self._in_flight.popleft()
         assert plan.step == result.step, f"step {result.step} came before step {plan.step}"
         self._counters.compute_s += result.compute_s
+        self._hot_reads.finished(plan.step)
         if self.tiers is not None:
             longest = max(row.count for row in plan.rows)
             seconds = result.compute_s - result.load_wait_s
@@ -312,6 +315,7 @@ class Scheduler:
     def _make_plan(self, rows: list[RowPlan]) -> StepPlan:
         admitted, table_updates, released = self._running.tables.take_changes()
         step = self._counters.steps
+        replicas = self._hot_reads.plan(step, rows)  # may free pages
         plan = StepPlan(
             step=step,
             rows=tuple(rows),
@@ -322,6 +326,7 @@ class Scheduler:
             freed_window_pages=self._not_loaded(self.cache.take_freed_window(), 1),
             loads=self._running.loads_of(rows),
             remote=IN_PLACE if self.remote is None else self.remote.choose(step, rows),
+            replicas=replicas,
         )
         self._counters.steps += 1
         self._counters.planned_tokens += plan.num_tokens

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from phloem.core.plan import RowInit, RowPlan, RowResult, StepPlan, StepResult
 from phloem.core.refs import flat_slots
 from phloem.core.tokens import tokens_from_bytes, tokens_to_bytes
+from phloem.sim.fake_replicas import FakeReplicas
 from phloem.sim.models import NextToken, choose
 from phloem.sim.transfers import SimTransfers
 from phloem.sim.window import FakeWindow, PageFault, WindowMemory
@@ -83,6 +84,7 @@ class FakeWorker:
         self._num_owners = num_owners
         self._cells = np.full((num_owners * num_pages, page_size), _POISON, dtype=np.int64)
         self._flat = self._cells.reshape(-1)  # the same memory
+        self.replicas = FakeReplicas(self._cells, num_pages, _POISON)
         self._positions = np.arange(max_model_len, dtype=np.int64)
         self._rows: list[_Row | None] = [None] * max_running
         self._queue: deque[StepPlan] = deque()
@@ -122,6 +124,7 @@ class FakeWorker:
             for row in plan.rows:
                 self._attend_window(row, self._window)
         outcomes = [self._attend(row) for row in plan.rows]
+        self.replicas.end(plan.replicas)
         self.max_step_tokens = max(self.max_step_tokens, plan.num_tokens)
         return StepResult(step=plan.step, rows=tuple(o for o in outcomes if o is not None))
 
@@ -156,6 +159,7 @@ class FakeWorker:
                 table, num_pages = state.window_cells, self._window.num_pages
             cells = flat_slots(update.refs, num_pages)[:, None] * size + np.arange(size)
             table[first:end] = cells.ravel()
+        self.replicas.begin(plan.replicas)
 
     def _row(self, row: int) -> _Row:
         state = self._rows[row]
@@ -209,6 +213,8 @@ class FakeWorker:
             if plan.serial not in self._void:
                 raise PageFault(f"row {plan.row}: position {where} of {end} is not in its page")
         context = read.astype(np.int32)  # the low half
+        if self.replicas.any:
+            self._check_replicas(row, plan)
         if not plan.sample:
             return None
         assert end == row.num_known, f"{plan}: sampled before the end of what is known"
@@ -233,6 +239,15 @@ class FakeWorker:
         return RowResult(
             row=plan.row, serial=plan.serial, token=-1 if error else token, error=error
         )
+
+    def _check_replicas(self, row: _Row, plan: RowPlan) -> None:
+        """Every rank that computes a part of the row reads what it has of it itself."""
+        size = self._page_size
+        pages = row.cells[: plan.start + plan.count : size] // size
+        ranks = np.unique(pages[plan.start // size :] // self._num_pages)
+        fault = self.replicas.fault(ranks.tolist(), pages.tolist())
+        if fault is not None and plan.serial not in self._void:
+            raise PageFault(f"row {plan.row}, serial {plan.serial}: {fault}")
 
     def _cells_of(self, row: _Row, start: int, end: int) -> npt.NDArray[np.int64]:
         cells = row.cells[start:end]

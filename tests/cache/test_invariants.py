@@ -117,7 +117,7 @@ BREAKS = {
     one_lock_too_many: "should have 1 locks",
     a_page_in_two_places: "is in 2 places",
     a_page_in_use_and_free: "is in use but free",
-    a_page_nowhere: "locked pages are not 32",
+    a_page_nowhere: "replicas are not 32",
     a_table_that_differs: "page table differs",
     a_child_of_nobody: "not its parent",
     a_wrong_first_page: "wrong first page",

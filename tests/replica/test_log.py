@@ -104,5 +104,8 @@ def test_every_op_has_its_own_number():
         commands.host_evict(()),
         commands.stored(1, 1),
         commands.not_stored(1),
+        commands.replicate(1, b""),
+        commands.replicated(b""),
+        commands.drop_replicas(b""),
     ]
     assert [command[0] for command in made] == list(range(commands.NUM_OPS))

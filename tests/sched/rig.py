@@ -6,7 +6,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from phloem.cache import CacheState, HostTier, PrefixCache, WindowConfig, check_invariants
+from phloem.cache import (
+    CacheState,
+    HostTier,
+    PrefixCache,
+    ReplicaConfig,
+    WindowConfig,
+    check_invariants,
+)
 from phloem.core.clock import VirtualClock
 from phloem.core.namespace import make_namespace
 from phloem.core.plan import RowResult, StepPlan, StepResult
@@ -79,6 +86,7 @@ class Rig:
         storage: SimStorage | None = None,
         seed_of_weights: int = 0,
         window: WindowConfig | None = None,
+        replicas: ReplicaConfig | None = None,
         **config,
     ) -> None:
         """`num_pages` are those of each owner, as are `window.pages`, given once."""
@@ -96,6 +104,8 @@ class Rig:
             host=HostTier(pages=host_pages, exclusive=is_exclusive(sum(pools), host_pages)),
             window=window,
         )
+        if replicas is not None:
+            self.cache.keep_replicas(replicas)
         self.clock = VirtualClock()
         self.follower = CacheState(
             page_size, self.cache.num_pages, host_pages=host_pages, window=self.cache.window

@@ -12,7 +12,7 @@ from collections import deque
 
 import pytest
 
-from phloem.cache import CacheState, WindowConfig, check_invariants
+from phloem.cache import CacheState, ReplicaConfig, WindowConfig, check_invariants
 from phloem.core.transfer import TransferKind
 from phloem.kv.sizing import least_window_pages
 from phloem.replica import Command
@@ -29,6 +29,9 @@ FAILS = {
     TransferKind.PREFETCH: 0.5,
     TransferKind.PROBE: 0.1,
 }
+
+
+REPLICAS = ReplicaConfig(fraction=0.5, reserve=0.0, reads=1, half_life_steps=30, pages_per_step=5)
 
 
 class LaggingReplica:
@@ -115,6 +118,7 @@ class Walk:
             overlap=rng.random() < 0.7,
             eos_ids=tuple(range(20)),
             storage=self.storage,
+            replicas=REPLICAS if self.seed % 2 else None,
         )
         self.rigs.append(self.rig)
         self.replicas = [LaggingReplica(self.rig) for _ in range(NUM_RANKS - 1)]
@@ -195,7 +199,8 @@ def test_o27_ranks_agree_over_fifty_thousand_steps(seed: int, windows: bool, pla
 
 
 def test_walks_over_ranks_do_what_they_are_for():
-    """Hits, failed reads of storage, aborts and evictions all occur, so that they can fail."""
+    """Hits, failed reads of storage, aborts, evictions and reads of replicas all occur, so that
+    they can fail."""
     walks = [Walk(seed, windows=False, placement="striped") for seed in range(100, 106)]
     for walk in walks:
         walk.run(150)
@@ -206,6 +211,9 @@ def test_walks_over_ranks_do_what_they_are_for():
     assert sum(dict(s.finished_total)["abort"] for s in stats) > 10
     assert sum(s.tiers.load_failures_total for s in stats) > 0
     assert sum(len(reads_of(rig)) for rig in rigs) > 10
+    assert sum(rig.worker.replicas.num_reads for rig in rigs) > 1000
+    dropped = [dict(s.cache.replicas.dropped_pages_total) for s in stats if s.cache.replicas]
+    assert sum(each["room"] for each in dropped) > 100
     assert sum(len(reads_of(rig) & rig.transfers.failed) for rig in rigs) > 2
 
 
