@@ -1,7 +1,8 @@
 """`phloem bench cp`: what several ranks that share one cache gain and cost.
 
 Names and sides: bench/cp_hits.py (what fits, how often it hits), cp_time.py (prefill and decode),
-cp_control.py (the log), cp_gather.py (what travels), cp_ways.py (what choosing anew gains).
+cp_control.py (the log), cp_gather.py (what travels), cp_ways.py (what choosing anew gains),
+cp_replicas.py (copies of hot pages).
 `cost_model_right`: the share of a grid of shapes, ranks and simulated links in which the choice of
 how remote pages are read is the fastest.
 """
@@ -14,6 +15,7 @@ from typing import Any
 from phloem.bench import cp_hits
 from phloem.bench.cp_control import measure_control
 from phloem.bench.cp_gather import measure_gather
+from phloem.bench.cp_replicas import measure_replicas
 from phloem.bench.cp_time import measure_time
 from phloem.bench.cp_ways import measure_ways
 from phloem.bench.report import Result
@@ -21,7 +23,7 @@ from phloem.sim.links import remote_grid, right_share
 
 __all__ = ["PARTS", "run"]
 
-PARTS = ("hits", "choice", "control", "gather", "ways", "time")
+PARTS = ("hits", "choice", "control", "gather", "ways", "replicas", "time")
 NUM_LAYERS = 24
 
 
@@ -43,6 +45,8 @@ def run(quick: bool = False, parts: Iterable[str] = PARTS) -> dict[str, Any]:
             results += measure_gather(quick=quick)
         elif part == "ways":
             results += measure_ways(quick=quick)
+        elif part == "replicas":
+            results += measure_replicas(quick=quick)
         elif part == "time":
             results += measure_time(quick=quick)
         else:

@@ -92,12 +92,17 @@ class PrefixCache:
         self._tree = self.state.tree
         self._page_bytes = self._tree.page_bytes
 
+    @property
+    def may_keep_replicas(self) -> bool:
+        """Whether there are several owners of pages, and not too many."""
+        return 1 < len(self.num_pages) <= MAX_OWNERS
+
     def keep_replicas(self, config: ReplicaConfig) -> None:
         """From now on pages that other ranks read often are copied to them, into free pages.
 
         Raises ConfigError where that cannot be.
         """
-        if not 1 < len(self.num_pages) <= MAX_OWNERS:
+        if not self.may_keep_replicas:
             raise ConfigError(f"replicas need 2 to {MAX_OWNERS} owners, not {len(self.num_pages)}")
         self.leader.keep_replicas(config)
 

@@ -140,6 +140,7 @@ def _print_stats(answer: dict[str, Any]) -> None:
     rows = [
         ("device", f"{cache['total_pages']:,} pages of {size} tokens"),
         ("", f"{free:,} free, {evictable:,} cached, {cache['locked_pages']:,} in use"),
+        *_replica_rows(cache.get("replicas")),
         ("host", _host_line(cache)),
         ("prompt tokens", f"{answer['prompt_tokens']:,}"),
         *((f"  from {tier}", f"{count:,}") for tier, count in cached.items() if count),
@@ -152,6 +153,18 @@ def _print_stats(answer: dict[str, Any]) -> None:
     for reason, count in (tiers or {}).get("dropped_pages_total", {}).items():
         rows.append((f"dropped: {reason}", f"{count:,} pages"))
     _print_rows(rows)
+
+
+def _replica_rows(replicas: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Of a server whose ranks copy hot pages of each other."""
+    if replicas is None:
+        return []
+    dropped = replicas["dropped_pages_total"].items()
+    why = ", ".join(f"{count:,} for {reason}" for reason, count in dropped if count)
+    rows = [("replicas", f"{replicas['pages']:,} of at most {replicas['most_pages']:,} pages")]
+    rows.append(("", f"{replicas['made_pages_total']:,} made; dropped: {why or 'none'}"))
+    rows.append(("", f"{replicas['served_pages_total']:,} reads of other ranks' pages spared"))
+    return rows
 
 
 def _host_line(cache: dict[str, Any]) -> str:

@@ -198,6 +198,10 @@ class ParallelOptions:
         "seconds that ranks which torchrun has started get to find each other",
         low=1,
     )
+    hot_replicas: str = setting(
+        "auto",
+        "part of a rank's pages for copies of others' hot ones; auto: 0.125 where they travel",
+    )
 
     def __post_init__(self) -> None:
         validate(self)
@@ -206,11 +210,32 @@ class ParallelOptions:
                 f"--placement replicate copies whole pages, and with --tp {self.tp} no rank "
                 "computes one: use striped or contiguous"
             )
+        share = self.replica_share
+        if share and self.placement == "replicate":
+            raise ConfigError(
+                f"--hot-replicas {self.hot_replicas} has nothing to do with --placement replicate, "
+                "where every rank has every page; leave it out"
+            )
 
     @property
     def mesh(self) -> Mesh:
         """How ranks stand to each other."""
         return Mesh(tp=self.tp, cp=self.cp)
+
+    @property
+    def replica_share(self) -> float | None:
+        """How much of each pool may hold replicas; None: auto. Raises ConfigError."""
+        if self.hot_replicas == "auto":
+            return None
+        try:
+            share = float(self.hot_replicas)
+        except ValueError:
+            share = -1.0
+        if not 0 <= share <= 1:
+            raise ConfigError(
+                f"--hot-replicas must be auto or a number from 0 to 1, got {self.hot_replicas!r}"
+            )
+        return share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

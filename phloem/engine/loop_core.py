@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from phloem.cache import HostTier, PrefixCache, WindowConfig
+from phloem.cache import HostTier, PrefixCache, ReplicaConfig, WindowConfig
 from phloem.cache.remote_choice import RemoteChooser
 from phloem.config import Config
 from phloem.core.clock import Clock, MonotonicClock
@@ -128,6 +128,9 @@ def make_loop_core(
         enabled=config.cache.prefix_cache,
         window=window_config(facts.window, num_owners=num_owners, page_size=facts.card.page_size),
     )
+    replicas = _replicas(config, remote)
+    if replicas and cache.may_keep_replicas and facts.card.page_bytes:  # 0: all have a window
+        cache.keep_replicas(replicas)
     options = config.scheduler
     scheduler = Scheduler(
         SchedulerConfig(
@@ -154,6 +157,18 @@ def make_loop_core(
         on_wait=hooks.on_wait,
     )
     return LoopCore(loop, worker, facts, Operator(loop, tiers, model), tiers)
+
+
+def _replicas(config: Config, remote: RemoteChooser | None) -> ReplicaConfig | None:
+    """Of hot pages, as asked for; auto: where others' pages are not read in place."""
+    parallel = config.parallel
+    if parallel.replica_share is not None:
+        share = parallel.replica_share
+        return ReplicaConfig(fraction=share) if share else None
+    if parallel.remote_kv == "auto":
+        model = None if remote is None else remote.model
+        return ReplicaConfig() if model is not None and not model.rates.read_bytes_s else None
+    return None if parallel.remote_kv == "direct" else ReplicaConfig()
 
 
 def window_config(

@@ -315,18 +315,17 @@ class Scheduler:
     def _make_plan(self, rows: list[RowPlan]) -> StepPlan:
         admitted, table_updates, released = self._running.tables.take_changes()
         step = self._counters.steps
-        replicas = self._hot_reads.plan(step, rows)  # may free pages
         plan = StepPlan(
             step=step,
             rows=tuple(rows),
             admitted=admitted,
             table_updates=table_updates,
             released=released,
+            replicas=self._hot_reads.plan(step, rows),  # first: it frees pages
             freed_pages=self._not_loaded(self.cache.take_freed(), 0),
             freed_window_pages=self._not_loaded(self.cache.take_freed_window(), 1),
             loads=self._running.loads_of(rows),
             remote=IN_PLACE if self.remote is None else self.remote.choose(step, rows),
-            replicas=replicas,
         )
         self._counters.steps += 1
         self._counters.planned_tokens += plan.num_tokens

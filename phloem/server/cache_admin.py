@@ -43,9 +43,12 @@ async def cache_stats(http: Request) -> Response:
     """Pages, hits and transfers of every tier."""
     stats = await context_of(http).engine.stats()
     tiers = None if stats.tiers is None else _plain(asdict(stats.tiers))
+    cache = asdict(stats.cache)
+    if cache["replicas"] is not None:
+        cache["replicas"] = _plain(cache["replicas"])
     return JSONResponse(
         {
-            "cache": asdict(stats.cache),
+            "cache": cache,
             "cached_tokens": asdict(stats.cached_tokens_total),
             "prompt_tokens": stats.prompt_tokens_total,
             "tiers": tiers,

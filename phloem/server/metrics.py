@@ -24,6 +24,7 @@ from phloem.core.errors import EngineDead
 from phloem.core.stats import EngineStats
 from phloem.engine.api import EngineClient
 from phloem.server.remote_metrics import of_remote
+from phloem.server.replica_metrics import of_replicas
 from phloem.server.tier_metrics import of_tiers
 from phloem.server.window_metrics import of_windows
 
@@ -148,6 +149,8 @@ class Metrics(Collector):
                 yield from of_remote(self._stats.remote)
             if self._stats.cache.window is not None:
                 yield from of_windows(self._stats, self._stats.cache.window)
+            if self._stats.cache.replicas is not None:
+                yield from of_replicas(self._stats.cache.replicas, self._engine.card.page_bytes)
 
     def _of_server(self) -> Iterator[Metric]:
         health, card = self._engine.health(), self._engine.card
@@ -198,11 +201,13 @@ def _of_cache(stats: EngineStats) -> Iterator[Metric]:
     pages = GaugeMetricFamily(
         "phloem_cache_pages", "Pages by state; they sum to the capacity", labels=("state",)
     )
-    states = (
+    states: tuple[tuple[str, float], ...] = (
         ("used", cache.locked_pages),
         ("evictable", cache.evictable_pages),
         ("free", cache.free_pages),
     )
+    if cache.replicas is not None:
+        states += (("replica", cache.replicas.pages),)
     yield _split(pages, states)
     yield _gauge("cache_nodes", "Nodes of the prefix tree", cache.nodes)
     evicted = cache.evicted_pages_total * cache.page_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +21,11 @@ __all__ = ["RankShare", "StepInputs", "build_batches", "build_inputs"]
 _Ints = npt.NDArray[np.int64]
 
 
+def _the_pages(pages: _Ints) -> _Ints:
+    """There are no replicas."""
+    return pages
+
+
 @dataclass(frozen=True, slots=True)
 class RankShare:
     """Which tokens of a step `rank` computes: those whose page of component 0 it owns.
@@ -29,12 +34,14 @@ class RankShare:
     hold every page, and page i of a row is computed by rank i mod copies; 0: pages have owners.
     `kept`: first and last + 1 of the pages that it writes of those that it computes, where other
     ranks compute the same tokens; None: all.
+    `reads`: which pages it reads in the stead of those of component 0: replicas of its own.
     """
 
     rank: int
     pages_per_rank: int
     copies: int = 0
     kept: tuple[int, int] | None = None
+    reads: Callable[[_Ints], _Ints] = _the_pages
 
     @classmethod
     def of_owner(cls, owner: int, axis: ShardAxis, pages_per_owner: int) -> RankShare:
@@ -158,7 +165,9 @@ def _batches(
     window: int | None,
     share: RankShare | None,
 ) -> tuple[RaggedBatch, ...]:
-    batches = [RaggedBatch(tuple(_full(part, tables, page_size) for part in parts), page_size)]
+    batches = [
+        RaggedBatch(tuple(_full(part, tables, page_size, share) for part in parts), page_size)
+    ]
     if window is not None:
         spans = tuple(_window(part, tables, page_size, window) for part in parts)
         batches.append(RaggedBatch(spans, page_size))
@@ -185,9 +194,11 @@ def _parts(
     return parts
 
 
-def _full(part: _Part, tables: RowTables, page_size: int) -> RowSpan:
-    """All pages of the row; what is shared is read and not written again."""
+def _full(part: _Part, tables: RowTables, page_size: int, share: RankShare | None) -> RowSpan:
+    """All pages of the row; what is shared is read and not written again, replicas included."""
     slots = tables.slots(part.row.row, pages_for_tokens(part.end, page_size))
+    if share is not None:
+        slots = share.reads(slots)
     write_from = part.row.write_from
     return RowSpan(part.first, part.start, part.count, slots, write_from=write_from, at=part.at)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from phloem.worker.inputs import RankShare, StepInputs, build_batches, build_inp
 from phloem.worker.layer_waits import LayerWaits
 from phloem.worker.measure import measure_rates
 from phloem.worker.memory import logits_rows_per_pass
+from phloem.worker.nearest import NearestPages
 from phloem.worker.peers import Peers, RankPlace
 from phloem.worker.replicas import Replicas
 from phloem.worker.rows import RowTables
@@ -89,6 +90,10 @@ class Runner:
         self._alone = place is None or place.shard.count == 1
         if place is not None:
             place.peers.tell(hooks.on_layer)
+        self._nearest: NearestPages | None = None
+        if place is not None and self._choice is not None:
+            pool, group = self._choice.pools[0], self._choice.group
+            self._nearest = NearestPages(pool, place.axis.size, group)
         self._last_step = -1
         self._sampled: tuple[RowPlan, ...] = ()  # rows of the last plan that sample,
         self._samplers: list[int] = []  # and the rank that does
@@ -117,6 +122,7 @@ class Runner:
             self._poison(plan)
         self._cancelled.difference_update(self._tables.serials(plan.released))
         self._tables.apply(plan)
+        replicated = self._replicate(plan)
         on_layer = functools.partial(self._between_layers, plan)
         # Where several ranks run, the one that moves pages waits for all of them: nobody reads a
         # layer before it has posted it.
@@ -124,6 +130,7 @@ class Runner:
         layers = LayerWaits(self._gate, () if waits_elsewhere else plan.loads, on_layer)
         try:
             results = self._forward(plan, layers) if plan.rows else []
+            replicated()
         except _NobodyWaits:
             results = [
                 RowResult(row=row.row, serial=row.serial, error="the request was aborted")
@@ -173,6 +180,14 @@ class Runner:
             else:
                 pool.fill_nan(pool.indices(refs[owners_of(refs) == owner]))
 
+    def _replicate(self, plan: StepPlan) -> Callable[[], None]:
+        """Replicas of pages as the plan has them; call what is returned at the end of the step."""
+        if self._nearest is None:
+            assert plan.replicas is None, "replicas are for ranks that divide the pages"
+            return _nothing
+        self._nearest.apply(plan.replicas)
+        return self._nearest.begin(plan)
+
     def _share(self, owner: int | None) -> RankShare | None:
         """What an owner of pages has to compute; None: this rank's."""
         place, pages = self._place, self._pools[0].num_pages
@@ -180,7 +195,11 @@ class Runner:
             return None
         if self._replicas is not None:
             return RankShare(place.owner, pages, place.axis.size)
-        return RankShare.of_owner(place.owner if owner is None else owner, place.axis, pages)
+        owner = place.owner if owner is None else owner
+        share = RankShare.of_owner(owner, place.axis, pages)
+        if self._nearest is None:
+            return share
+        return replace(share, reads=functools.partial(self._nearest.read_by, owner))
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
         """What this rank computes of a plan."""

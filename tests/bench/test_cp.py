@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from phloem.bench import cp, cp_gather, cp_ways
+from phloem.bench import cp, cp_gather, cp_replicas, cp_ways
 from phloem.bench.cp_control import measure_control
 from phloem.bench.cp_engines import EngineShape, open_engines, random_prompt, write_random_model
 from phloem.bench.cp_linked import open_linked
 from phloem.core.remote import IN_PLACE
+from phloem.sim import TraceRequest
 
 
 def test_the_log_is_measured_at_both_ends() -> None:
@@ -68,6 +69,36 @@ def test_a_choice_is_compared_with_every_way(tmp_path: Path, monkeypatch) -> Non
         assert each.value >= 1.0
         assert each.samples["picked"] in each.samples
         assert len(each.samples) == 5
+
+
+def test_pages_that_replicas_spare_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts with the same eight pages, one after another, each of which computes a ninth on one
+    rank, and needs the other one's four for it. The second makes replicas of them on its rank, the
+    third, on the other rank, there; the others fetch nothing."""
+    monkeypatch.setattr(cp_replicas, "CONFIG", cp_replicas.ReplicaConfig(reads=1))
+    trace = [
+        TraceRequest(
+            arrival_s=100.0 * number,
+            num_prompt_tokens=9 * 16,
+            num_output_tokens=1,
+            hash_ids=(*range(8), 100 + number),
+        )
+        for number in range(7)
+    ]
+    plainly, hits = cp_replicas.travel(trace, 100, None)
+    spared, same_hits = cp_replicas.travel(trace, 100, cp_replicas.CONFIG)
+    assert hits == same_hits == 6 * 8 * 16
+    assert plainly == 8 + 6 * 4  # both ranks compute the first one
+    assert spared == 8 + 2 * (4 + 4)
+
+
+def test_a_turn_over_replicas_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cp_replicas, "CACHED", 256)
+    monkeypatch.setattr(cp_replicas, "CHUNK", 128)
+    model = write_random_model(tmp_path, num_layers=cp_replicas.NUM_LAYERS)
+    with cp_replicas._open(model) as turns:
+        for remote in (IN_PLACE, cp_replicas.GATHER):
+            assert -1 < cp_replicas._pair(turns, remote, 64) < 20
 
 
 def test_an_unknown_part_is_named() -> None:

@@ -11,6 +11,7 @@ from phloem.config import (
     CacheOptions,
     Config,
     ModelOptions,
+    ParallelOptions,
     SchedulerOptions,
     ServerOptions,
     TierOptions,
@@ -76,6 +77,7 @@ def test_yaml_can_hold_every_flag(tmp_path: Path) -> None:
         "remote_kv": "send_q",
         "join_timeout_s": 4.5,
         "verify_collectives": True,
+        "hot_replicas": "0.25",
         "schedule_policy": "hrrn",
         "max_prefill_tokens": 128,
         "max_running": 3,
@@ -229,3 +231,19 @@ def test_ranks_are_on_one_mesh() -> None:
         config_from({"tp": "2", "cp": "2", "placement": "replicate"}, environ={})
     with pytest.raises(ConfigError, match="--tp 2 runs on a CPU only"):
         config_from({"tp": "2", "device": "cuda"}, environ={})
+
+
+@pytest.mark.parametrize(("text", "share"), [("auto", None), ("0", 0.0), ("0.5", 0.5), ("1", 1.0)])
+def test_a_share_of_replicas_is_a_number_or_auto(text: str, share: float | None) -> None:
+    assert ParallelOptions(hot_replicas=text).replica_share == share
+
+
+@pytest.mark.parametrize("text", ["some", "-0.1", "1.5", "nan", ""])
+def test_a_share_of_replicas_that_cannot_be_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="auto or a number from 0 to 1"):
+        ParallelOptions(hot_replicas=text)
+
+
+def test_replicas_of_what_every_rank_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match="leave it out"):
+        ParallelOptions(hot_replicas="0.1", placement="replicate")

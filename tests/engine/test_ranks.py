@@ -87,14 +87,22 @@ def test_ranks_with_copies_of_all_pages_answer_alike(
 def test_processes_whose_pages_or_queries_travel_answer_alike(
     model: Path, expected: list[tuple[int, ...]], remote_kv: str
 ) -> None:
-    """With loads from the host as well: a layer is sent when it is there."""
+    """With loads from the host as well: a layer is sent when it is there. And with replicas of
+    what is read often, which are the default here."""
     verify = remote_kv == "send_q"  # in a group whose other messages are compared as well
     settings = {"remote_kv": remote_kv, "verify_collectives": verify, "host_memory": "1MB"}
     with open_llm(model, 2, **settings) as llm:
         assert ids(llm, PROMPTS) == expected
+        assert ids(llm, PROMPTS) == expected
+        replicas = llm._core.stats().cache.replicas
+        assert replicas.made_pages_total > 0
+        assert replicas.served_pages_total > 0
         assert ask_until_loaded(llm, expected)
     with pytest.raises(ConfigError, match="every page"):
         open_llm(model, 2, remote_kv=remote_kv, placement="replicate", host_memory="0")
+    with open_llm(model, 2, remote_kv=remote_kv, host_memory="0", hot_replicas="0") as llm:
+        assert ids(llm, PROMPTS) == expected
+        assert llm._core.stats().cache.replicas is None
 
 
 def ask_until_loaded(llm: LLM, expected: list[tuple[int, ...]]) -> bool:

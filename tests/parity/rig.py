@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from phloem.cache import HostTier, PrefixCache, WindowConfig, check_invariants
+from phloem.cache import HostTier, PrefixCache, ReplicaConfig, WindowConfig, check_invariants
 from phloem.cache.components import ABSENT
 from phloem.cache.remote_choice import RemoteChooser
 from phloem.cache.state import CacheState
@@ -236,6 +236,7 @@ class Rig:
         apart: bool = False,
         verify: bool = False,
         digest_every: int = 1,
+        replicas: ReplicaConfig | None = None,
     ) -> None:
         """With `ranks`, threads of this process that share all these pages, each of `tp` parts; or
         `processes`, of which only rank 0 tells its logits, and which page it has made. `apart`:
@@ -282,6 +283,8 @@ class Rig:
             record_freed=True,
             window=self._window(checkpoint),
         )
+        if replicas is not None:
+            self.cache.keep_replicas(replicas)
         if isinstance(self.loaded.worker, RankedWorker):
             log = RecordWriter(self.cache.leader.log, self.cache.state, digest_every=digest_every)
             free = log.free_by_pool if verify else None

@@ -11,7 +11,7 @@ from typing import Any
 
 from phloem.core.errors import BadRequest, EngineDead, Overloaded
 from phloem.core.request import CachedTokens, FinishReason
-from phloem.core.stats import CacheStats, EngineStats
+from phloem.core.stats import CacheStats, EngineStats, ReplicaStats
 from phloem.core.tokens import num_tokens, tokens_from_bytes, tokens_to_bytes
 from phloem.engine.api import Health, ModelCard, TextChunk, TextLogprob, TextRequest
 from phloem.engine.commands import AttachStorage, Command, ListCache, ListDecisions
@@ -205,8 +205,12 @@ class FakeEngine:
         return EngineStats(
             running=used, queued=0,
             cache=CacheStats(
-                page_size=4, total_pages=128, free_pages=118 - used, evictable_pages=10,
+                page_size=4, total_pages=128, free_pages=115 - used, evictable_pages=10,
                 locked_pages=used, nodes=3, evicted_pages_total=5,
+                replicas=ReplicaStats(
+                    pages=3, most_pages=16, made_pages_total=9, served_pages_total=70,
+                    dropped_pages_total=(("room", 4), ("cold", 2)),
+                ),
             ),
             prompt_tokens_total=self.totals["prompt"],
             cached_tokens_total=CachedTokens(

@@ -100,6 +100,10 @@ async def test_metrics_add_up() -> None:
     assert total("cached_prompt_tokens_total") == cached
     assert total("cache_pages") == one("cache_capacity_pages") == 128
     assert one("evicted_tokens_total") == 5 * one("page_size_tokens")
+    assert one("cache_pages", state="replica") == 3
+    assert one("replica_bytes") == 3 * engine.card.page_bytes > 0
+    assert one("replica_served_pages_total") == 70
+    assert one("replica_made_pages_total") == 3 + total("replica_dropped_pages_total")
     assert one("time_to_first_token_seconds_count") == 3
     assert one("request_duration_seconds_count") == 3
     assert one("inter_token_latency_seconds_count") == 12 - 3

@@ -65,6 +65,7 @@ async def test_stats_count_tokens_by_their_source() -> None:
         answer = (await http.get("/cache/stats")).json()
     assert set(answer["cached_tokens"]) == {"device", "remote", "host", "storage"}
     assert answer["cache"]["page_size"] == 4
+    assert answer["cache"]["replicas"]["dropped_pages_total"] == {"room": 4, "cold": 2}
 
 
 @pytest.mark.parametrize(
