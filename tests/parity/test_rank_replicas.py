@@ -26,7 +26,7 @@ from phloem.worker.nearest import NearestPages
 from tests.models.test_windows import pairwise
 from tests.parity.conftest import Models, Windowed
 from tests.parity.exact import check_exact, sum_row_by_row
-from tests.parity.rig import Cold, Rig, check_all, check_logits
+from tests.parity.rig import Cold, Rig, check_all, check_logits, check_tokens
 from tests.parity.test_journeys import words
 from tests.parity.test_ranks import PLACEMENTS
 from tests.parity.test_tiers import chat
@@ -182,6 +182,47 @@ def test_latents_and_packed_pages_are_copied_as_they_are(
             assert check_exact(rig, cold) > 0
         else:
             check_all(rig, cold)
+
+
+def test_ranks_that_share_no_memory_read_replicas(tiny: Path, cold: Cold) -> None:
+    """As on several hosts: copies travel over the group, and no rank waits for a step's end."""
+    with Rig(
+        tiny,
+        page_size=4,
+        num_pages=64,
+        max_prefill_tokens=20,
+        max_running=4,
+        ranks=2,
+        apart=True,
+        remote=Remote.GATHER_KV,
+        replicas=EAGER,
+    ) as rig:
+        journey(rig, "gather_kv", "apart", 4)
+        assert rig.cache.stats().replicas.served_pages_total > 0
+        rig.loop.run_until_idle()
+        check_tokens(rig, cold)
+        assert check_logits(rig, cold) > 0
+
+
+@pytest.mark.parametrize(("kind", "way"), [("llama", "gather_kv"), ("v2-lite", "send_q")])
+def test_rows_of_ranks_copy_what_each_holds(models: Models, kind: str, way: str) -> None:
+    """Heads that are divided, of which each rank copies its own; latents, which each rank owns."""
+    path = models(kind)
+    with Rig(
+        path,
+        page_size=4,
+        num_pages=64,
+        max_prefill_tokens=20,
+        max_running=4,
+        tp=2,
+        ranks=2,
+        remote=Remote(way),
+        replicas=EAGER,
+    ) as rig:
+        journey(rig, way, kind, 4)
+        assert rig.cache.stats().replicas.served_pages_total > 0
+        check_replicas(rig)
+        check_all(rig, Cold(path))
 
 
 # Mutations.
