@@ -171,13 +171,16 @@ class ReplicaLedger:
         done = [replica for replica, made_in in self._making.items() if made_in == step]
         if not done:
             return
-        packed = array("q", done).tobytes()
-        self._log.append(commands.replicated(packed))
+        self._log.append(commands.replicated(array("q", done).tobytes()))
+        pages: list[list[int]] = [[] for _ in self._wanted]
         for replica in done:
             del self._making[replica]
-            page = self._state.replicas.held_by(owner_of(replica))[replica]
+            owner = owner_of(replica)
+            page = self._state.replicas.held_by(owner)[replica]
             self._fresh[replica] = page
-            self._ready[self._index(page)] |= np.uint64(1 << owner_of(replica))
+            pages[owner].append(page)
+        for owner, ready in enumerate(pages):
+            self._mark(self._ready, owner, ready)
 
     def _replicate(self, owner: int, wanted: dict[int, None], step: int) -> None:
         limit = min(self._budget(owner), self.config.pages_per_step)
@@ -196,7 +199,7 @@ class ReplicaLedger:
         for page, replica in zip(pages, array("q", replicas), strict=True):
             self._making[replica] = step
             self._made[replica] = page
-            self._holders[self._index(page)] |= np.uint64(1 << owner)
+        self._mark(self._holders, owner, pages)
 
     def _may_have(self, owner: int, page: int) -> bool:
         """Is it still there, and what was read? A page that is taken anew is no longer hot."""
@@ -242,6 +245,11 @@ class ReplicaLedger:
             if replica in self._told:
                 self._told.remove(replica)
                 self._gone.append((page, replica))
+
+    def _mark(self, bits: npt.NDArray[np.uint64], owner: int, pages: list[int]) -> None:
+        """Set an owner's bit of pages, each of which is named once."""
+        if pages:
+            bits[self._flat(np.array(pages, REF_DTYPE))] |= np.uint64(1 << owner)
 
     def _flat(self, refs: PageRefs) -> _Ints:
         return flat_slots(refs, self._stride)

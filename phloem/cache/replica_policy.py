@@ -28,7 +28,7 @@ class ReplicaConfig:
     reserve: float = 0.0625  # of a pool's pages, which stay free beside them
     reads: int = 2  # from which on a page is hot
     half_life_steps: int = 256
-    pages_per_step: int = 64  # that one rank copies
+    pages_per_step: int = 16  # that one rank copies
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
