@@ -26,7 +26,7 @@ from phloem.sched import Scheduler, SchedulerConfig
 from phloem.tiers import StorageKeys, TierConfig, TierController
 from phloem.tiers.config import is_exclusive
 
-__all__ = ["LoopCore", "make_loop_core", "window_config"]
+__all__ = ["LoopCore", "make_loop_core", "replica_config", "window_config"]
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def make_loop_core(
         enabled=config.cache.prefix_cache,
         window=window_config(facts.window, num_owners=num_owners, page_size=facts.card.page_size),
     )
-    replicas = _replicas(config, remote)
+    replicas = replica_config(config, remote)
     if replicas and cache.may_keep_replicas and facts.card.page_bytes:  # 0: all have a window
         cache.keep_replicas(replicas)
     options = config.scheduler
@@ -159,7 +159,7 @@ def make_loop_core(
     return LoopCore(loop, worker, facts, Operator(loop, tiers, model), tiers)
 
 
-def _replicas(config: Config, remote: RemoteChooser | None) -> ReplicaConfig | None:
+def replica_config(config: Config, remote: RemoteChooser | None) -> ReplicaConfig | None:
     """Of hot pages, as asked for; auto: where others' pages are not read in place."""
     parallel = config.parallel
     if parallel.replica_share is not None:
