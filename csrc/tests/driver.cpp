@@ -414,6 +414,78 @@ void check_packed(phloem_ctx *ctx, const PackedCase &c, int page_size, int windo
     }
 }
 
+// Each head's own matrix; all buffers end with the last head's last number.
+void check_heads(phloem_ctx *ctx, int32_t format, int m, int heads, int n, int k) {
+    const int64_t bytes = phloem_packed_bytes(format, n, k);
+    std::vector<char> packed(heads * bytes);
+    Array w(format == PHLOEM_W_BF16 ? PHLOEM_BF16 : PHLOEM_F32, (size_t)heads * n * k);
+    for (int h = 0; h < heads; ++h)
+        expect(phloem_pack_weight(format, (char *)w.data() + (size_t)h * n * k *
+                                  (w.dtype == PHLOEM_F32 ? 4 : 2), w.dtype, n, k, k,
+                                  packed.data() + h * bytes) == 0, "pack a head");
+    Array x(PHLOEM_F32, (size_t)m * heads * k), y(PHLOEM_F32, (size_t)m * heads * n);
+    phloem_weight weight{packed.data(), nullptr, n, k, format, 0};
+    phloem_heads_args args{x.f.data(), y.f.data(), &weight, bytes, m, heads * k, k, heads * n, n,
+                           heads, 0};
+    expect(phloem_heads_gemm(ctx, &args) == 0, phloem_last_error());
+    for (int i = 0; i < m; i += 3)
+        for (int h = 0; h < heads; ++h)
+            for (int j = 0; j < n; ++j) {
+                double sum = 0;
+                for (int t = 0; t < k; ++t)
+                    sum += (double)x.at(((size_t)i * heads + h) * k + t) *
+                           w.at(((size_t)h * n + j) * k + t);
+                close_to(y.at(((size_t)i * heads + h) * n + j), sum, 1e-4, "heads");
+            }
+    args.num_heads = 0;
+    expect(phloem_heads_gemm(ctx, &args) != 0, "no heads are refused");
+}
+
+// Rows with norms of one and angles of nothing: what is written is known; some are not written.
+void check_latent_write(phloem_ctx *ctx, int tokens, int lead, int tail, int heads, int q_dim) {
+    const int dim = lead + tail, page_size = 4, pages = (tokens + page_size - 1) / page_size;
+    Array pool(PHLOEM_F32, (size_t)pages * page_size * dim, true);
+    Array rows(PHLOEM_F32, (size_t)tokens * dim), q(PHLOEM_F32, (size_t)tokens * heads * q_dim);
+    const Array asked = q;
+    std::vector<float> norm(lead, 1.0f), cos((size_t)tokens * tail / 2, 0.0f);
+    std::vector<float> sin((size_t)tokens * tail / 2, 1.0f);
+    std::vector<uint8_t> kept(tokens);
+    std::vector<int64_t> table(pages);
+    std::vector<int32_t> starts{0, tokens}, positions(tokens);
+    for (int p = 0; p < pages; ++p) table[p] = pages - 1 - p;
+    for (int t = 0; t < tokens; ++t) positions[t] = t, kept[t] = t % 3 != 1;
+    phloem_kv_layer kv{pool.data(), page_size * dim, page_size * dim, 0, dim, dim, pages, 1,
+                       page_size, 1, dim, PHLOEM_F32, lead, tail, 0};
+    phloem_batch batch{starts.data(), positions.data(), table.data(), nullptr, nullptr, nullptr,
+                       pages, 1, tokens};
+    phloem_latent_args args{q.f.data(), rows.f.data(), cos.data(), sin.data(), norm.data(),
+                            heads * q_dim, dim, tokens, kept.data(), heads, q_dim, tail, 1e-6f};
+    expect(phloem_latent_write(ctx, &args, &kv, &batch) == 0, phloem_last_error());
+    for (int t = 0; t < tokens; ++t) {
+        const size_t at = ((size_t)table[t / page_size] * page_size + t % page_size) * dim;
+        double square = 0;
+        for (int i = 0; i < lead; ++i) square += (double)rows.at(t * dim + i) * rows.at(t * dim + i);
+        for (int i = 0; i < dim; ++i) {
+            if (!kept[t]) {
+                expect(std::isnan(pool.at(at + i)), "another rank's row is written");
+                continue;
+            }
+            const int turned = i - lead, half = tail / 2;  // a quarter of a turn
+            const double want = i < lead ? rows.at(t * dim + i) / std::sqrt(square / lead + 1e-6)
+                                : turned < half ? -rows.at(t * dim + i + half)
+                                                : rows.at(t * dim + i - half);
+            close_to(pool.at(at + i), want, 1e-5, "a latent");
+        }
+        for (int h = 0; h < heads; ++h)
+            for (int i = 0; i < q_dim - tail; ++i) {
+                const size_t plain = ((size_t)t * heads + h) * q_dim + i;
+                expect(q.at(plain) == asked.at(plain), "a query is rotated at its end only");
+            }
+    }
+    args.rotary_dim = tail + 2;
+    expect(phloem_latent_write(ctx, &args, &kv, &batch) != 0, "another rotary part is refused");
+}
+
 // Shapes that must fit, odd ones included; values are checked against other calls in Python.
 void check_layer(phloem_ctx *ctx, int32_t dtype, int tokens, bool gemma) {
     const int hidden = 40, heads = 4, kv_heads = 2, dim = 12, inner = 32;
@@ -520,6 +592,9 @@ int main() {
                     for (bool gemma : {false, true}) check_layer(ctx, dtype, tokens, gemma);
                 for (int n : {1, 7, 16, 65}) check_small(ctx, dtype, n);
             }
+            for (int32_t format : {PHLOEM_W_F32, PHLOEM_W_BF16})
+                for (int m : {1, 7, 300}) check_heads(ctx, format, m, 3, 20, 33);
+            for (int tokens : {1, 13}) check_latent_write(ctx, tokens, 20, 6, 3, 14);
             for (int32_t rows : {PHLOEM_KV_INT8, PHLOEM_KV_FP8, PHLOEM_KV_FP4})
                 for (int page_size : {1, 16})
                     for (int window : {0, 50}) {
