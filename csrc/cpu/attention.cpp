@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <exception>
 
+#include "codec.h"
 #include "context.h"
 
 namespace phloem {
@@ -9,18 +10,24 @@ namespace {
 
 constexpr int64_t kTileRows = 64;     // query rows (tokens x heads of a group) of one tile
 constexpr int64_t kPartTokens = 256;  // context of one decode task; cuts lie at multiples of it
+constexpr int64_t kTilePartTokens = 288;  // of one that is a tile; whole blocks of keys
+
+// A decode of so many heads on one is a tile of them: rows are unpacked once, not for three heads.
+constexpr int64_t kTileGroup = 12;
 
 class Plan {
 public:
     Plan(phloem_ctx &ctx, const AttentionCall &call)
         : ctx_(ctx), call_(call), group_(call.args.num_heads / call.kv.num_kv_heads),
-          dim_(call.kv.head_dim), tile_tokens_(std::max<int64_t>(1, kTileRows / group_)) {
+          dim_(value_dim(call.kv)), tile_tokens_(std::max<int64_t>(1, kTileRows / group_)) {
         ctx_.items.clear();
         ctx_.merges.clear();
-        const bool can_decode = dim_ % ctx.kernels->decode_dim_multiple == 0;
+        const int32_t multiple = ctx.kernels->decode_dim_multiple;
+        by_tiles_ = group_ >= kTileGroup || dim_ % multiple || lead_dim(call.kv) % multiple ||
+                    call.kv.tail_dim % multiple;
         for (int32_t row = 0; row < call.batch.num_rows; ++row) {
             const int32_t first = call.batch.row_start[row], end = call.batch.row_start[row + 1];
-            if (end - first == 1 && can_decode) add_decode(row, first);
+            if (end - first == 1) add_decode(row, first);
             else add_tiles(row, first, end);
         }
     }
@@ -29,44 +36,51 @@ public:
         const int64_t part_floats = group_ * (dim_ + 2);
         float *parts = ctx_.parts.get<float>(num_parts_ * part_floats);
         float *ml = parts + num_parts_ * group_ * dim_;
+        const Kernels &kernels = *ctx_.kernels;
         const int64_t scratch_floats =
-            ceil_div(std::max(ctx_.kernels->tile_scratch_floats(tile_tokens_, group_, dim_),
-                              ctx_.kernels->decode_scratch_floats(group_, dim_)),
+            ceil_div(std::max(kernels.tile_scratch_floats(tile_tokens_, group_, call_.kv),
+                              kernels.decode_scratch_floats(group_, call_.kv.head_dim)),
                      16) * 16;
         float *scratch = ctx_.scratch.get<float>(scratch_floats * ctx_.pool.size());
         ctx_.pool.run((int64_t)ctx_.items.size(), [&](int64_t i, int thread) {
             const AttentionItem &item = ctx_.items[i];
             float *mine = scratch + thread * scratch_floats;
-            if (item.decode)
-                ctx_.kernels->attention_decode(call_, item.part,
-                                               parts + item.part_index * group_ * dim_,
-                                               ml + item.part_index * group_ * 2, mine);
-            else ctx_.kernels->attention_tile(call_, item.tile, mine);
+            float *o = item.part_index < 0 ? nullptr : parts + item.part_index * group_ * dim_;
+            float *sums = item.part_index < 0 ? nullptr : ml + item.part_index * group_ * 2;
+            if (item.decode) kernels.attention_decode(call_, item.part, o, sums, mine);
+            else kernels.attention_tile(call_, item.tile, o, sums, mine);
         });
         // A merge is short: several to a task.
         const int64_t n = (int64_t)ctx_.merges.size(), step = 16;
         ctx_.pool.run(ceil_div(n, step), [&](int64_t i, int) {
             for (int64_t j = i * step; j < std::min(n, (i + 1) * step); ++j) {
                 const AttentionMerge &m = ctx_.merges[j];
-                ctx_.kernels->attention_merge(call_, m.token, m.kv_head, m.num_parts,
-                                              parts + m.first_part * group_ * dim_,
-                                              ml + m.first_part * group_ * 2);
+                kernels.attention_merge(call_, m.token, m.kv_head, m.num_parts,
+                                        parts + m.first_part * group_ * dim_,
+                                        ml + m.first_part * group_ * 2);
             }
         });
     }
 
 private:
+    int64_t first_seen_by(int32_t row, int32_t token) const {
+        return first_seen(row_bounds(call_.batch, row), call_.args.window,
+                          call_.batch.positions[token]);
+    }
+
+    // One token: its context is cut in parts, for all threads.
     void add_decode(int32_t row, int32_t token) {
         const int64_t end = (int64_t)call_.batch.positions[token] + 1;
-        const int64_t begin =
-            first_seen(row_bounds(call_.batch, row), call_.args.window, end - 1);
+        const int64_t begin = first_seen_by(row, token);
+        const int64_t length = by_tiles_ ? kTilePartTokens : kPartTokens;
         for (int32_t head = 0; head < call_.kv.num_kv_heads; ++head) {
             const int64_t first_part = num_parts_;
             for (int64_t t = begin; t < end;) {
-                const int64_t stop = std::min(end, (t / kPartTokens + 1) * kPartTokens);
+                const int64_t stop = std::min(end, (t / length + 1) * length);
                 AttentionItem item{};
-                item.decode = true;
-                item.part = {row, head, token, t, stop};
+                item.decode = !by_tiles_;
+                if (by_tiles_) item.tile = {row, head, token, token + 1, t, stop};
+                else item.part = {row, head, token, t, stop};
                 item.part_index = num_parts_++;
                 ctx_.items.push_back(item);
                 t = stop;
@@ -80,8 +94,11 @@ private:
         const int32_t step = (int32_t)tile_tokens_;
         for (int64_t at = first + (ceil_div(end - first, step) - 1) * step; at >= first; at -= step)
             for (int32_t head = 0; head < call_.kv.num_kv_heads; ++head) {
+                const int32_t last = std::min(end, (int32_t)at + step);
                 AttentionItem item{};
-                item.tile = {row, head, (int32_t)at, std::min(end, (int32_t)at + step)};
+                item.tile = {row, head, (int32_t)at, last, first_seen_by(row, (int32_t)at),
+                             (int64_t)call_.batch.positions[last - 1] + 1};
+                item.part_index = -1;
                 ctx_.items.push_back(item);
             }
     }
@@ -89,16 +106,33 @@ private:
     phloem_ctx &ctx_;
     const AttentionCall &call_;
     int64_t group_, dim_, tile_tokens_, num_parts_ = 0;
+    bool by_tiles_ = false;
 };
 
 }  // namespace
 
 void run_attention(phloem_ctx &ctx, const AttentionCall &call) { Plan(ctx, call).run(); }
 
-int32_t check_batch(const phloem_kv_layer &kv, const phloem_batch &batch, int32_t window) {
+static int32_t check_kv(const phloem_kv_layer &kv) {
     if (!kv.base || kv.page_size < 1 || kv.num_kv_heads < 1 || kv.head_dim < 1 ||
-        kv.heads_per_group < 1 || (kv.dtype != PHLOEM_F32 && kv.dtype != PHLOEM_BF16))
+        kv.heads_per_group < 1 || kv.dtype < 0 || kv.dtype > PHLOEM_KV_FP4)
         return fail(PHLOEM_E_ARG, "kv: null pool, bad size or dtype");
+    const int64_t values = value_dim(kv);
+    if (kv.tail_dim < 0 || kv.tail_dim >= kv.head_dim || values < 1 ||
+        (is_latent(kv) && values > lead_dim(kv)) || (!is_latent(kv) && kv.tail_dim > 0))
+        return fail(PHLOEM_E_ARG, "kv: values of %lld and a tail of %d in rows of %d",
+                    (long long)values, kv.tail_dim, kv.head_dim);
+    if (!is_packed(kv.dtype)) return PHLOEM_OK;
+    const int64_t block = kv.dtype == PHLOEM_KV_FP4 ? kFp4Block : 1;
+    if (kv.head_dim > kMostRowNumbers || kv.head_dim % block || kv.tail_dim % block ||
+        values != lead_dim(kv))
+        return fail(PHLOEM_E_ARG, "kv: packed rows of %d numbers, values of %lld", kv.head_dim,
+                    (long long)values);
+    return PHLOEM_OK;
+}
+
+int32_t check_batch(const phloem_kv_layer &kv, const phloem_batch &batch, int32_t window) {
+    if (int32_t code = check_kv(kv)) return code;
     if (batch.num_rows < 0 || batch.num_tokens < 0)
         return fail(PHLOEM_E_ARG, "batch: negative size");
     if (batch.num_rows == 0) return PHLOEM_OK;
@@ -164,8 +198,9 @@ int32_t phloem_attention(phloem_ctx *ctx, const phloem_attention_args *args,
         return fail(PHLOEM_E_ARG, "attention: %d heads over %d KV heads", args->num_heads,
                     kv->num_kv_heads);
     const int64_t width = (int64_t)args->num_heads * kv->head_dim;
-    if (!args->q || !args->out || args->q_stride < width || args->out_stride < width ||
-        args->window < 0 || !(args->softcap >= 0))
+    if (!args->q || !args->out || args->q_stride < width ||
+        args->out_stride < args->num_heads * value_dim(*kv) || args->window < 0 ||
+        !(args->softcap >= 0))
         return fail(PHLOEM_E_ARG, "attention: null pointer, stride below %lld, window %d, softcap %g",
                     (long long)width, args->window, args->softcap);
     try {

@@ -3,20 +3,22 @@
 // tile: a block of queries of one row (all heads of one KV head) against blocks of kBlock tokens.
 //   Scores are kept transposed, S[token][16 query rows], so that softmax needs no horizontal step
 //   and P is ready as the left side of P V without a transpose.
-// decode: one query token (a group of heads) against a part of its context; parts are merged.
+//   Where the context is cut in parts, so that all threads work on one token, parts are merged.
 //
 // Positions that a query must not see are masked by selection, never by a product, and positions
 // beyond the last query (or before every window) are never read: their slots may hold NaN.
+//
+// Packed rows are read as they lie (rows.inl): a tile unpacks each row once for all its queries.
 #pragma once
 #include <math.h>
 
 #include "gemm.inl"
+#include "rows.inl"
 
 namespace phloem {
 namespace PHLOEM_NS {
 
-constexpr int64_t kBlock = 96;        // tokens of K and V per step of the tile kernel
-constexpr int64_t kDecodeBlock = 64;  // and of the decode kernel
+constexpr int64_t kBlock = 96;  // tokens of K and V per step
 
 struct KvReader {
     const phloem_kv_layer &kv;
@@ -28,7 +30,7 @@ struct KvReader {
           first_page(row_bounds(call.batch, row).base),
           head_offset((kv_head / call.kv.heads_per_group) * call.kv.group_stride +
                       (kv_head % call.kv.heads_per_group) * call.kv.head_stride) {}
-    // Element offsets of the K vectors of tokens t0 ... t0 + n - 1 (V: + kv_stride).
+    // Item offsets of the K vectors of tokens t0 ... t0 + n - 1 (V: + kv_stride).
     void offsets(int64_t t0, int64_t n, int64_t *out) const {
         int64_t page = t0 / kv.page_size - first_page, in_page = t0 % kv.page_size;
         for (int64_t i = 0; i < n; ++page, in_page = 0) {
@@ -84,14 +86,14 @@ static void write_output(const phloem_attention_args &args, int64_t token, int64
 }
 
 struct TileScratch {
-    int64_t d, d_even, dp, rp;  // dp: panels of head_dim; rp: panels of query rows
-    int64_t total;              // floats
+    int64_t d, d_even, dv, dp, rp;  // dv: numbers of a value, dp: its panels; rp: of query rows
+    int64_t total;                  // floats
     float *q, *o, *s, *k, *v, *m, *l;
     int32_t *pos;
 
-    TileScratch(int64_t tokens, int64_t group, int64_t head_dim)
-        : d(head_dim), d_even((head_dim + 1) / 2 * 2), dp((head_dim + kPanel - 1) / kPanel),
-          rp((tokens * group + kPanel - 1) / kPanel),
+    TileScratch(int64_t tokens, int64_t group, const phloem_kv_layer &kv)
+        : d(kv.head_dim), d_even((d + 1) / 2 * 2), dv(value_dim(kv)),
+          dp((dv + kPanel - 1) / kPanel), rp((tokens * group + kPanel - 1) / kPanel),
           total(rp * kPanel * (d_even + dp * kPanel + kBlock + 3) + k_floats() +
                 dp * kBlock * kPanel) {}
     int64_t k_floats() const { return (kBlock * d + kPanel - 1) / kPanel * kPanel; }
@@ -107,8 +109,8 @@ struct TileScratch {
     }
 };
 
-static int64_t tile_scratch_floats(int64_t tokens, int64_t group, int64_t head_dim) {
-    return TileScratch(tokens, group, head_dim).total;
+static int64_t tile_scratch_floats(int64_t tokens, int64_t group, const phloem_kv_layer &kv) {
+    return TileScratch(tokens, group, kv).total;
 }
 
 static void tile_load_queries(const AttentionCall &call, const TileItem &item, int64_t group,
@@ -132,12 +134,13 @@ static void tile_load_queries(const AttentionCall &call, const TileItem &item, i
 }
 
 // K as f32 rows, V as f32 panels; tokens outside first..last-1 are not read and become zeros.
-template <class T>
+template <class R>
 static void tile_load_block(const KvReader &reader, int64_t t0, int64_t first, int64_t last,
                             TileScratch &t) {
     int64_t at[kBlock];
     const int64_t lead = imax<int64_t>(0, first - t0), n = imin(kBlock, last - t0);
-    const T *base = (const T *)reader.kv.base;
+    const auto *base = (const typename R::Item *)reader.kv.base;
+    const bool latent = is_latent(reader.kv);
     reader.offsets(t0 + lead, n - lead, at + lead);
     for (int64_t i = 0; i < n; ++i) {
         float *k = t.k + i * t.d;
@@ -147,12 +150,13 @@ static void tile_load_block(const KvReader &reader, int64_t t0, int64_t first, i
                 for (int64_t c = 0; c < kPanel; ++c) t.v[(p * kBlock + i) * kPanel + c] = 0.0f;
             continue;
         }
-        widen(base + at[i], k, t.d);
-        const T *v = base + at[i] + reader.kv.kv_stride;
+        unpack_row<R>(reader.kv, base + at[i], k);
+        const auto *v = base + at[i] + reader.kv.kv_stride;
         for (int64_t p = 0; p < t.dp; ++p) {
             float *out = t.v + (p * kBlock + i) * kPanel;
-            int64_t width = imin<int64_t>(kPanel, t.d - p * kPanel);
-            widen(v + p * kPanel, out, width);
+            int64_t width = imin<int64_t>(kPanel, t.dv - p * kPanel);
+            if (latent) widen(k + p * kPanel, out, width);
+            else unpack<R>(v, t.dv, p * kPanel, width, out);
             for (int64_t c = width; c < kPanel; ++c) out[c] = 0.0f;
         }
     }
@@ -229,164 +233,45 @@ static void tile_block(const AttentionCall &call, int64_t t0, int64_t n, int64_t
     }
 }
 
-static void attention_tile(const AttentionCall &call, const TileItem &item, float *scratch) {
+// What a tile has seen goes to the output, or, where the context is cut in parts, to o (rows, dv)
+// and ml (rows, 2), not divided.
+static void tile_results(const AttentionCall &call, const TileItem &item, int64_t group,
+                         const TileScratch &t, float *o, float *ml) {
+    for (int64_t r = 0; r < (item.tok1 - item.tok0) * group; ++r) {
+        float *sums = t.o + r * t.dp * kPanel;
+        if (!o) {
+            write_output(call.args, item.tok0 + r / group, item.kv_head * group + r % group, t.dv,
+                         sums, t.m[r], t.l[r]);
+            continue;
+        }
+        memcpy(o + r * t.dv, sums, sizeof(float) * t.dv);
+        ml[2 * r] = t.m[r];
+        ml[2 * r + 1] = t.l[r];
+    }
+}
+
+static void attention_tile(const AttentionCall &call, const TileItem &item, float *o, float *ml,
+                           float *scratch) {
     const int64_t group = call.args.num_heads / call.kv.num_kv_heads;
-    TileScratch t(item.tok1 - item.tok0, group, call.kv.head_dim);
+    TileScratch t(item.tok1 - item.tok0, group, call.kv);
     t.place(scratch);
     tile_load_queries(call, item, group, t);
     const KvReader reader(call, item.row, item.kv_head);
-    const int64_t last = (int64_t)call.batch.positions[item.tok1 - 1] + 1;
-    const RowBounds bounds = row_bounds(call.batch, item.row);
-    const int64_t first = first_seen(bounds, call.args.window, call.batch.positions[item.tok0]);
+    const int64_t read_from = row_bounds(call.batch, item.row).read_from;
     // Blocks lie at multiples of kBlock: a query's sums do not depend on how its row is chunked.
-    for (int64_t t0 = first / kBlock * kBlock; t0 < last; t0 += kBlock) {
-        if (call.kv.dtype == PHLOEM_F32) tile_load_block<float>(reader, t0, first, last, t);
-        else tile_load_block<uint16_t>(reader, t0, first, last, t);
-        tile_block(call, t0, imin(kBlock, last - t0), bounds.read_from, t);
+    for (int64_t t0 = item.t0 / kBlock * kBlock; t0 < item.t1; t0 += kBlock) {
+        with_rows(call.kv, [&](auto rows) {
+            tile_load_block<decltype(rows)>(reader, t0, item.t0, item.t1, t);
+        });
+        tile_block(call, t0, imin(kBlock, item.t1 - t0), read_from, t);
     }
-    for (int64_t r = 0; r < (item.tok1 - item.tok0) * group; ++r)
-        write_output(call.args, item.tok0 + r / group, item.kv_head * group + r % group, t.d,
-                     t.o + r * t.dp * kPanel, t.m[r], t.l[r]);
-}
-
-// ---- decode ------------------------------------------------------------------------------------
-
-static int64_t decode_scratch_floats(int64_t group, int64_t head_dim) {
-    return group * (head_dim + kDecodeBlock) + W;
-}
-
-// s[g][i] = q[g] . K[i] for G heads and N neighbouring tokens, which share the loads of q.
-template <class T, int G, int N>
-PHLOEM_INLINE void decode_scores_of(const T *base, const int64_t *at, const float *q, int64_t d,
-                                    float *s) {
-    vf acc[G][N] = {};
-    for (int64_t c = 0; c < d; c += W) {
-        vf k[N];
-#pragma GCC unroll 4
-        for (int i = 0; i < N; ++i) k[i] = load(base + at[i] + c);
-#pragma GCC unroll 4
-        for (int g = 0; g < G; ++g) {
-            vf x = load(q + g * d + c);
-#pragma GCC unroll 4
-            for (int i = 0; i < N; ++i) acc[g][i] = fma(x, k[i], acc[g][i]);
-        }
-    }
-#pragma GCC unroll 4
-    for (int g = 0; g < G; ++g)
-#pragma GCC unroll 4
-        for (int i = 0; i < N; ++i) s[g * kDecodeBlock + i] = hsum(acc[g][i]);
-}
-
-template <class T, int G>
-static void decode_scores(const T *base, const int64_t *at, int64_t n, const float *q, int64_t d,
-                          float *s) {
-    int64_t i = 0;
-    for (; i + 4 <= n; i += 4) decode_scores_of<T, G, 4>(base, at + i, q, d, s + i);
-    for (; i < n; ++i) decode_scores_of<T, G, 1>(base, at + i, q, d, s + i);
-}
-
-// o[g][c ...] += sum over i of p[g][i] V[i][c ...] for G heads and NC vectors of the head.
-template <class T, int G, int NC>
-PHLOEM_INLINE void decode_values_part(const T *base, const int64_t *at, int64_t n, const float *p,
-                                      float *o, int64_t d) {
-    vf acc[G][NC];
-#pragma GCC unroll 4
-    for (int g = 0; g < G; ++g)
-#pragma GCC unroll 4
-        for (int c = 0; c < NC; ++c) acc[g][c] = load(o + g * d + c * W);
-    for (int64_t i = 0; i < n; ++i) {
-        const T *v = base + at[i];
-        vf x[NC];
-#pragma GCC unroll 4
-        for (int c = 0; c < NC; ++c) x[c] = load(v + c * W);
-#pragma GCC unroll 4
-        for (int g = 0; g < G; ++g) {
-            vf w = set1(p[g * kDecodeBlock + i]);
-#pragma GCC unroll 4
-            for (int c = 0; c < NC; ++c) acc[g][c] = fma(w, x[c], acc[g][c]);
-        }
-    }
-#pragma GCC unroll 4
-    for (int g = 0; g < G; ++g)
-#pragma GCC unroll 4
-        for (int c = 0; c < NC; ++c) store(o + g * d + c * W, acc[g][c]);
-}
-
-template <class T, int G>
-static void decode_values(const T *base, const int64_t *at, int64_t n, const float *p, float *o,
-                          int64_t d) {
-    int64_t c = 0;
-    for (; c + 4 * W <= d; c += 4 * W)
-        decode_values_part<T, G, 4>(base + c, at, n, p, o + c, d);
-    for (; c < d; c += W) decode_values_part<T, G, 1>(base + c, at, n, p, o + c, d);
-}
-
-template <class T>
-static void decode_block(const phloem_kv_layer &kv, const int64_t *at, int64_t n, int64_t group,
-                         float softcap, const float *q, float *s, float *o, float *ml) {
-    const int64_t d = kv.head_dim;
-    const T *k = (const T *)kv.base, *v = k + kv.kv_stride;
-    for (int64_t g = 0; g < group; g += 3) {
-        switch (imin<int64_t>(3, group - g)) {
-            case 3: decode_scores<T, 3>(k, at, n, q + g * d, d, s + g * kDecodeBlock); break;
-            case 2: decode_scores<T, 2>(k, at, n, q + g * d, d, s + g * kDecodeBlock); break;
-            default: decode_scores<T, 1>(k, at, n, q + g * d, d, s + g * kDecodeBlock); break;
-        }
-    }
-    for (int64_t g = 0; g < group; ++g) {
-        float *row = s + g * kDecodeBlock;
-        if (softcap > 0) bend_scores(row, (n + W - 1) / W * W, softcap);
-        for (int64_t i = n; i < kDecodeBlock; ++i) row[i] = -__builtin_inff();
-        vf top = load(row);
-        for (int64_t i = W; i < kDecodeBlock; i += W) top = vmax(load(row + i), top);
-        float old = ml[2 * g], now = imax(old, hmax(top)), shrink = scalar_exp(old - now);
-        if (!(now > -__builtin_inff())) shrink = now = 0.0f;
-        vf sum = {};
-        for (int64_t i = 0; i < kDecodeBlock; i += W) {
-            vf p = vexp(load(row + i) - now);
-            store(row + i, p);
-            sum += p;
-        }
-        ml[2 * g] = now;
-        ml[2 * g + 1] = ml[2 * g + 1] * shrink + hsum(sum);
-        for (int64_t c = 0; c < d; c += W) store(o + g * d + c, load(o + g * d + c) * shrink);
-    }
-    for (int64_t g = 0; g < group; g += 3) {
-        const float *p = s + g * kDecodeBlock;
-        switch (imin<int64_t>(3, group - g)) {
-            case 3: decode_values<T, 3>(v, at, n, p, o + g * d, d); break;
-            case 2: decode_values<T, 2>(v, at, n, p, o + g * d, d); break;
-            default: decode_values<T, 1>(v, at, n, p, o + g * d, d); break;
-        }
-    }
-}
-
-static void attention_decode(const AttentionCall &call, const DecodeItem &item, float *o,
-                             float *ml, float *scratch) {
-    const int64_t group = call.args.num_heads / call.kv.num_kv_heads, d = call.kv.head_dim;
-    float *q = scratch, *s = q + group * d;
-    for (int64_t g = 0; g < group; ++g) {
-        read_query(call.args, item.token, item.kv_head * group + g, d, q + g * d);
-        ml[2 * g] = -__builtin_inff();
-        ml[2 * g + 1] = 0.0f;
-    }
-    memset(o, 0, sizeof(float) * group * d);
-    const KvReader reader(call, item.row, item.kv_head);
-    int64_t at[kDecodeBlock];
-    for (int64_t t = item.t0; t < item.t1; t += kDecodeBlock) {
-        int64_t n = imin(kDecodeBlock, item.t1 - t);
-        reader.offsets(t, n, at);
-        const float cap = call.args.softcap;
-        if (call.kv.dtype == PHLOEM_F32)
-            decode_block<float>(call.kv, at, n, group, cap, q, s, o, ml);
-        else decode_block<uint16_t>(call.kv, at, n, group, cap, q, s, o, ml);
-    }
+    tile_results(call, item, group, t, o, ml);
 }
 
 // o: num_parts x (group, d), ml: num_parts x (group, 2). The first part is overwritten.
 static void attention_merge(const AttentionCall &call, int32_t token, int32_t kv_head,
                             int64_t num_parts, const float *o, const float *ml) {
-    const int64_t group = call.args.num_heads / call.kv.num_kv_heads, d = call.kv.head_dim;
+    const int64_t group = call.args.num_heads / call.kv.num_kv_heads, d = value_dim(call.kv);
     float *sum = const_cast<float *>(o);
     for (int64_t g = 0; g < group; ++g) {
         float m = -__builtin_inff(), l = 0.0f;

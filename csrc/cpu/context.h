@@ -32,7 +32,7 @@ struct AttentionItem {
     bool decode;
     TileItem tile;
     DecodeItem part;
-    int64_t part_index;
+    int64_t part_index;  // -1: the item sees the whole context
 };
 
 struct AttentionMerge {

@@ -36,12 +36,13 @@ struct AttentionCall {
     phloem_batch batch;
 };
 
-// Tokens tok0..tok1-1 of the step, all of one row, against one KV head.
+// Tokens tok0..tok1-1 of the step, all of one row, against positions t0..t1-1 of one KV head.
 struct TileItem {
     int32_t row, kv_head, tok0, tok1;
+    int64_t t0, t1;
 };
 
-// One token against positions t0..t1-1 of one KV head: o (group, head_dim), ml (group, 2).
+// One token against positions t0..t1-1 of one KV head: o (group, value_dim), ml (group, 2).
 struct DecodeItem {
     int32_t row, kv_head, token;
     int64_t t0, t1;
@@ -66,8 +67,12 @@ struct Kernels {
                       int64_t m, float *row);
     void (*rope)(const phloem_rope_args &args, const phloem_kv_layer &kv,
                  const phloem_batch &batch, int32_t row, int32_t tok0, int32_t tok1);
-    int64_t (*tile_scratch_floats)(int64_t tokens, int64_t group, int64_t head_dim);
-    void (*attention_tile)(const AttentionCall &call, const TileItem &item, float *scratch);
+    void (*latent)(const phloem_latent_args &args, const phloem_kv_layer &kv,
+                   const phloem_batch &batch, int32_t row, int32_t tok0, int32_t tok1);
+    int64_t (*tile_scratch_floats)(int64_t tokens, int64_t group, const phloem_kv_layer &kv);
+    // o and ml null: the whole context is seen, results go to the output.
+    void (*attention_tile)(const AttentionCall &call, const TileItem &item, float *o, float *ml,
+                           float *scratch);
     int64_t (*decode_scratch_floats)(int64_t group, int64_t head_dim);
     void (*attention_decode)(const AttentionCall &call, const DecodeItem &item, float *o,
                              float *ml, float *scratch);
@@ -76,7 +81,7 @@ struct Kernels {
     int64_t (*argmax)(const void *x, int32_t dtype, int64_t n);
     void (*top_k)(const void *x, int32_t dtype, int64_t n, int64_t k, float *values,
                   int64_t *indices, float *lse);
-    int32_t decode_dim_multiple;  // attention_decode needs head_dim to be a multiple of this
+    int32_t decode_dim_multiple;  // attention_decode needs parts of rows that this divides
     int32_t rows_per_tile;        // gemm works on this many rows at a time
 };
 

@@ -1,7 +1,9 @@
 // Compiled once per instruction set, each time with its own flags and PHLOEM_TABLE.
 #include "attention.inl"
 #include "blocks.inl"
+#include "decode.inl"
 #include "gemm.inl"
+#include "latent.inl"
 #include "pointwise.inl"
 
 namespace phloem {
@@ -16,6 +18,7 @@ const Kernels PHLOEM_TABLE = {
     PHLOEM_NS::silu_mul,
     PHLOEM_NS::embedding,
     PHLOEM_NS::rope,
+    PHLOEM_NS::latent,
     PHLOEM_NS::tile_scratch_floats,
     PHLOEM_NS::attention_tile,
     PHLOEM_NS::decode_scratch_floats,

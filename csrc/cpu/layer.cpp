@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <exception>
 
+#include "codec.h"
 #include "context.h"
 
 namespace phloem {
@@ -130,6 +131,9 @@ struct Layer {
 };
 
 int32_t check_layer(const phloem_layer &layer, const phloem_kv_layer &kv) {
+    if (is_latent(kv) || value_dim(kv) != kv.head_dim)
+        return fail(PHLOEM_E_ARG, "layer: values of %lld numbers, keys of %d",
+                    (long long)value_dim(kv), kv.head_dim);
     for (const phloem_weight *w : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down})
         if (int32_t code = check_weight(*w)) return code;
     if (!layer.attn_norm || !layer.mlp_norm || !layer.cos || !layer.sin)

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <exception>
 
+#include "codec.h"
 #include "context.h"
 
 #if defined(__SSE2__)
@@ -21,6 +22,23 @@ template <class F> void over_rows(phloem_ctx &ctx, int64_t m, int64_t cost, cons
     const int64_t rows = std::max<int64_t>(1, kTaskElements / std::max<int64_t>(1, cost));
     ctx.pool.run(ceil_div(m, rows),
                  [&](int64_t i, int) { f(i * rows, std::min(rows, m - i * rows)); });
+}
+
+// f(row, first token, token after the last one) over a batch whose tokens have `cost` elements each.
+template <class F>
+void over_tokens(phloem_ctx &ctx, const phloem_batch &batch, int64_t cost, const F &f) {
+    const int64_t step = std::max<int64_t>(1, kTaskElements / cost);
+    const int32_t *starts = batch.row_start;
+    ctx.pool.run(ceil_div(batch.num_tokens, step), [&](int64_t i, int) {
+        int32_t token = (int32_t)(i * step);
+        const int32_t end = (int32_t)std::min<int64_t>(batch.num_tokens, token + step);
+        int32_t row = (int32_t)(std::upper_bound(starts, starts + batch.num_rows, token) - starts);
+        for (--row; token < end; ++row) {
+            const int32_t stop = std::min(end, starts[row + 1]);
+            f(row, token, stop);
+            token = stop;
+        }
+    });
 }
 
 template <class T> T *advance(T *p, int64_t elements, int32_t dtype) {
@@ -84,17 +102,8 @@ static void run_embedding(phloem_ctx &ctx, const int32_t *ids, const phloem_weig
 void run_rope(phloem_ctx &ctx, const phloem_rope_args &args, const phloem_kv_layer &kv,
               const phloem_batch &batch) {
     const int64_t cost = (int64_t)(args.num_heads + 2 * kv.num_kv_heads) * kv.head_dim;
-    const int64_t step = std::max<int64_t>(1, kTaskElements / cost);
-    const int32_t *starts = batch.row_start;
-    ctx.pool.run(ceil_div(batch.num_tokens, step), [&](int64_t i, int) {
-        int32_t token = (int32_t)(i * step);
-        const int32_t end = (int32_t)std::min<int64_t>(batch.num_tokens, token + step);
-        int32_t row = (int32_t)(std::upper_bound(starts, starts + batch.num_rows, token) - starts);
-        for (--row; token < end; ++row) {
-            const int32_t stop = std::min(end, starts[row + 1]);
-            ctx.kernels->rope(args, kv, batch, row, token, stop);
-            token = stop;
-        }
+    over_tokens(ctx, batch, cost, [&](int32_t row, int32_t tok0, int32_t tok1) {
+        ctx.kernels->rope(args, kv, batch, row, tok0, tok1);
     });
 }
 
@@ -174,7 +183,8 @@ int32_t phloem_rope_kv_write(phloem_ctx *ctx, const phloem_rope_args *args,
     // The positions themselves must lie in the table: a window of one token.
     if (int32_t code = check_batch(*kv, *batch, 1)) return code;
     if (batch->num_tokens == 0) return PHLOEM_OK;
-    if ((!args->q && args->num_heads > 0) || !args->k || !args->v || !known_dtype(args->dtype) ||
+    if ((!args->q && args->num_heads > 0) || !args->k || (!args->v && !is_latent(*kv)) ||
+        !known_dtype(args->dtype) ||
         (args->rotary_dim > 0 && (!args->cos || !args->sin)))
         return fail(PHLOEM_E_ARG, "rope: null pointer or unknown dtype");
     if (args->rotary_dim < 0 || args->rotary_dim % 2 || args->rotary_dim > kv->head_dim)
@@ -185,6 +195,31 @@ int32_t phloem_rope_kv_write(phloem_ctx *ctx, const phloem_rope_args *args,
             return fail(PHLOEM_E_ARG, "rope: position %d, tables end at %lld",
                         batch->positions[i], (long long)args->max_position);
     run_rope(*ctx, *args, *kv, *batch);
+    return PHLOEM_OK;
+}
+
+int32_t phloem_latent_write(phloem_ctx *ctx, const phloem_latent_args *args,
+                            const phloem_kv_layer *kv, const phloem_batch *batch) {
+    if (!ctx || !args || !kv || !batch) return fail(PHLOEM_E_ARG, "latent: null pointer");
+    if (int32_t code = check_batch(*kv, *batch, 1)) return code;
+    if (batch->num_tokens == 0) return PHLOEM_OK;
+    const int64_t q_width = (int64_t)args->num_heads * args->q_dim;
+    if (!args->q || !args->rows || !args->cos || !args->sin || !args->norm ||
+        args->num_heads < 1 || args->q_stride < q_width || args->rows_stride < kv->head_dim)
+        return fail(PHLOEM_E_ARG, "latent: null pointer, or a stride below %lld and %d",
+                    (long long)q_width, kv->head_dim);
+    if (!is_latent(*kv) || kv->num_kv_heads != 1 || kv->head_dim > kMostRowNumbers ||
+        args->rotary_dim < 2 || args->rotary_dim % 2 || args->rotary_dim > args->q_dim ||
+        args->rotary_dim != kv->tail_dim)
+        return fail(PHLOEM_E_ARG, "latent: a rotary part of %d in rows of %d, queries of %d",
+                    args->rotary_dim, kv->head_dim, args->q_dim);
+    for (int32_t i = 0; i < batch->num_tokens; ++i)
+        if (batch->positions[i] >= args->max_position)
+            return fail(PHLOEM_E_ARG, "latent: position %d, tables end at %lld",
+                        batch->positions[i], (long long)args->max_position);
+    over_tokens(*ctx, *batch, q_width + 2 * kv->head_dim, [&](int32_t row, int32_t t0, int32_t t1) {
+        ctx->kernels->latent(*args, *kv, *batch, row, t0, t1);
+    });
     return PHLOEM_OK;
 }
 

@@ -18,10 +18,12 @@
 extern "C" {
 #endif
 
-#define PHLOEM_ABI_VERSION 4
+#define PHLOEM_ABI_VERSION 5
 
 enum { PHLOEM_OK = 0, PHLOEM_E_ARG = -1, PHLOEM_E_MEMORY = -2, PHLOEM_E_ISA = -3, PHLOEM_E_WRONG = -4 };
 enum { PHLOEM_F32 = 0, PHLOEM_BF16 = 1 };
+/* What rows of pages may be beside those: bytes, codes with scales (cpu/codec.h). */
+enum { PHLOEM_KV_INT8 = 2, PHLOEM_KV_FP8 = 3, PHLOEM_KV_FP4 = 4 };
 /* Weight formats. The Q formats are GGUF's: blocks of 32 weights along k with fp16 scales. */
 enum {
     PHLOEM_W_F32 = 0,
@@ -66,12 +68,16 @@ typedef struct {
 } phloem_gemm_args;
 
 /* One layer's K and V inside a page pool
- * [page][head_group][layer][kv][token][head][dim]; `base` points at page 0, group 0, this layer, K. */
+ * [page][head_group][layer][kv][token][head][dim]; `base` points at page 0, group 0, this layer, K.
+ * Strides are in items: numbers, or bytes of packed rows. Latents have a kv_stride of 0: values are
+ * the first value_dim numbers of the rows of K, whose last tail_dim are the rotary part, with
+ * scales of their own if they are packed. */
 typedef struct {
     void *base;
     int64_t page_stride, group_stride, kv_stride, token_stride, head_stride;
     int64_t num_pages;
-    int32_t heads_per_group, page_size, num_kv_heads, head_dim, dtype, reserved;
+    int32_t heads_per_group, page_size, num_kv_heads, head_dim, dtype;
+    int32_t value_dim, tail_dim, reserved; /* value_dim 0: head_dim */
 } phloem_kv_layer;
 
 /* A ragged batch: row r owns tokens row_start[r] ... row_start[r+1]-1 of the step; `positions` are
@@ -90,7 +96,7 @@ typedef struct {
 
 typedef struct {
     const void *q; /* (num_tokens, num_heads, head_dim) */
-    void *out;     /* likewise; may be q itself when the dtypes are equal */
+    void *out;     /* (.., value_dim); may be q itself when dtypes and sizes are equal */
     float *lse;    /* (num_tokens, num_heads) natural log, or NULL */
     const float *sinks; /* (num_heads) logits that only take part in the sum, or NULL */
     int64_t q_stride, out_stride;
@@ -110,6 +116,30 @@ typedef struct {
     int32_t dtype, num_heads, rotary_dim;
     float norm_eps;
 } phloem_rope_args;
+
+/* Each head its own matrix: y[i][h] (n) = W_h x[i][h] (k), all fp32. Heads of x and y are x_head and
+ * y_head floats apart (x_head 0: all have the same x), their packed matrices w_head_bytes. */
+typedef struct {
+    const float *x;
+    float *y;
+    const phloem_weight *w; /* the first head's */
+    int64_t w_head_bytes, m, x_stride, x_head, y_stride, y_head;
+    int32_t num_heads, reserved;
+} phloem_heads_args;
+
+/* What latent attention keeps of a token: rows (num_tokens, head_dim of the pool) fp32, whose lead is
+ * normalised and whose last rotary_dim numbers are rotated, are written to their pages (whose tail
+ * that is); the last rotary_dim of each head of q (.., num_heads, q_dim) are rotated in place. */
+typedef struct {
+    float *q;
+    const float *rows;
+    const float *cos, *sin; /* (max_position, rotary_dim / 2) */
+    const float *norm;      /* (head_dim - rotary_dim) */
+    int64_t q_stride, rows_stride, max_position;
+    const uint8_t *kept; /* (num_tokens): 0 where another rank writes the row; NULL: all are */
+    int32_t num_heads, q_dim, rotary_dim;
+    float norm_eps;
+} phloem_latent_args;
 
 /* One decoder layer: attention and gated MLP, each behind a norm. With post norms, what they give
  * is normalised before it is added to hidden. */
@@ -176,6 +206,9 @@ PHLOEM_API int32_t phloem_check_batch(const phloem_kv_layer *kv, const phloem_ba
                                       int32_t window, int64_t max_position);
 PHLOEM_API int32_t phloem_rope_kv_write(phloem_ctx *ctx, const phloem_rope_args *args,
                                         const phloem_kv_layer *kv, const phloem_batch *batch);
+PHLOEM_API int32_t phloem_heads_gemm(phloem_ctx *ctx, const phloem_heads_args *args);
+PHLOEM_API int32_t phloem_latent_write(phloem_ctx *ctx, const phloem_latent_args *args,
+                                       const phloem_kv_layer *kv, const phloem_batch *batch);
 PHLOEM_API int32_t phloem_attention(phloem_ctx *ctx, const phloem_attention_args *args,
                                     const phloem_kv_layer *kv, const phloem_batch *batch);
 /* hidden (num_tokens, hidden) in place. */

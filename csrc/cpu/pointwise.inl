@@ -3,9 +3,13 @@
 #include <math.h>
 
 #include "attention.inl"
+#include "codec.h"
 
 namespace phloem {
 namespace PHLOEM_NS {
+
+// A row of head_dim numbers into its bytes; in codec_isa.cpp.
+void pack_row(const phloem_kv_layer &kv, const float *x, uint8_t *out);
 
 static void to_f32(const void *x, int32_t dtype, float *y, int64_t n) {
     if (dtype == PHLOEM_F32) memcpy(y, x, sizeof(float) * n);
@@ -124,7 +128,42 @@ static void rope_head(const T *x, OUT *out, const float *norm, const phloem_rope
     for (; i < d; ++i) put(out + i, get(x + i) * (norm ? scale * norm[i] : 1.0f));
 }
 
-template <class T, class KV>
+// A head's K, or V, into its row of a page.
+template <class T>
+static void write_key(const phloem_rope_args &args, const phloem_kv_layer &kv, const T *x,
+                      int64_t at, const float *cos, const float *sin) {
+    const int64_t d = kv.head_dim;
+    if (is_packed(kv.dtype)) {
+        float numbers[kMostRowNumbers];
+        rope_head(x, numbers, args.k_norm, args, d, cos, sin);
+        pack_row(kv, numbers, (uint8_t *)kv.base + at);
+    } else if (kv.dtype == PHLOEM_F32) {
+        rope_head(x, (float *)kv.base + at, args.k_norm, args, d, cos, sin);
+    } else {
+        rope_head(x, (uint16_t *)kv.base + at, args.k_norm, args, d, cos, sin);
+    }
+}
+
+template <class T, class KV> PHLOEM_INLINE void copy_numbers(const T *x, KV *out, int64_t n) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(out + i, load(x + i));
+    for (; i < n; ++i) put(out + i, get(x + i));
+}
+
+template <class T> static void write_value(const phloem_kv_layer &kv, const T *x, int64_t at) {
+    const int64_t d = kv.head_dim;
+    if (is_packed(kv.dtype)) {
+        float numbers[kMostRowNumbers];
+        copy_numbers(x, numbers, d);
+        pack_row(kv, numbers, (uint8_t *)kv.base + at);
+    } else if (kv.dtype == PHLOEM_F32) {
+        copy_numbers(x, (float *)kv.base + at, d);
+    } else {
+        copy_numbers(x, (uint16_t *)kv.base + at, d);
+    }
+}
+
+template <class T>
 static void rope_tokens(const phloem_rope_args &args, const phloem_kv_layer &kv,
                         const phloem_batch &batch, int32_t row, int32_t tok0, int32_t tok1) {
     const int64_t d = kv.head_dim, half = args.rotary_dim / 2;
@@ -139,30 +178,21 @@ static void rope_tokens(const phloem_rope_args &args, const phloem_kv_layer &kv,
         if (pos < bounds.write_from) continue;
         const T *k = (const T *)args.k + token * args.k_stride;
         const T *v = (const T *)args.v + token * args.v_stride;
-        KV *page = (KV *)kv.base + table[pos / kv.page_size - bounds.base] * kv.page_stride +
-                   pos % kv.page_size * kv.token_stride;
+        const int64_t page = table[pos / kv.page_size - bounds.base] * kv.page_stride +
+                             pos % kv.page_size * kv.token_stride;
         for (int64_t h = 0; h < kv.num_kv_heads; ++h) {
-            KV *at = page + h / kv.heads_per_group * kv.group_stride +
-                     h % kv.heads_per_group * kv.head_stride;
-            rope_head(k + h * d, at, args.k_norm, args, d, cos, sin);
-            const T *from = v + h * d;
-            KV *to = at + kv.kv_stride;
-            int64_t i = 0;
-            for (; i + W <= d; i += W) store(to + i, load(from + i));
-            for (; i < d; ++i) put(to + i, get(from + i));
+            const int64_t at = page + h / kv.heads_per_group * kv.group_stride +
+                               h % kv.heads_per_group * kv.head_stride;
+            write_key(args, kv, k + h * d, at, cos, sin);
+            if (!is_latent(kv)) write_value(kv, v + h * d, at + kv.kv_stride);
         }
     }
 }
 
 static void rope(const phloem_rope_args &args, const phloem_kv_layer &kv,
                  const phloem_batch &batch, int32_t row, int32_t tok0, int32_t tok1) {
-    if (args.dtype == PHLOEM_F32) {
-        if (kv.dtype == PHLOEM_F32) rope_tokens<float, float>(args, kv, batch, row, tok0, tok1);
-        else rope_tokens<float, uint16_t>(args, kv, batch, row, tok0, tok1);
-    } else {
-        if (kv.dtype == PHLOEM_F32) rope_tokens<uint16_t, float>(args, kv, batch, row, tok0, tok1);
-        else rope_tokens<uint16_t, uint16_t>(args, kv, batch, row, tok0, tok1);
-    }
+    if (args.dtype == PHLOEM_F32) rope_tokens<float>(args, kv, batch, row, tok0, tok1);
+    else rope_tokens<uint16_t>(args, kv, batch, row, tok0, tok1);
 }
 
 // Greatest of x (n); *nan is set if there is a NaN.

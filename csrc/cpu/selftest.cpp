@@ -4,8 +4,10 @@
 #include <cmath>
 #include <cstring>
 #include <exception>
+#include <tuple>
 #include <vector>
 
+#include "codec.h"
 #include "context.h"
 
 namespace phloem {
@@ -91,6 +93,8 @@ public:
             layer(dtype, 0, false);
             layer(dtype, 7, true);
         }
+        for (int32_t rows : {PHLOEM_KV_INT8, PHLOEM_KV_FP8, PHLOEM_KV_FP4})
+            for (int32_t heads : {4, 32}) packed_pages(rows, heads);
         sampling();
     }
 
@@ -243,6 +247,75 @@ private:
         batch.num_tokens = 1;
         char *row = (char *)hidden.data() + (int64_t)last * layer.hidden * dtype_bytes(hidden.dtype);
         must(phloem_layer_forward(ctx, &layer, &kv, &batch, row, hidden.dtype));
+    }
+
+    // The same K and V become the same bytes; a chunk and a single token attend over them.
+    void packed_pages(int32_t rows, int32_t heads) {
+        constexpr int kKvHeads = 2, kDim = 32, kPage = 4, kTokens = 41;
+        const int64_t width = kKvHeads * kDim, pages = (kTokens + kPage - 1) / kPage;
+        Values k(PHLOEM_F32, kTokens * width, random_, 3), v(PHLOEM_F32, kTokens * width, random_, 9);
+        Values q(PHLOEM_F32, kTokens * heads * kDim, random_);
+        Values want(PHLOEM_F32, q.size()), got = want;
+        const int64_t row_bytes = part_items(rows, kDim);
+        std::vector<char> bytes[2];
+        for (auto [ctx, out, held] : {std::tuple{plain_, &want, &bytes[0]},
+                                      std::tuple{tested_, &got, &bytes[1]}}) {
+            held->assign(pages * 2 * kPage * kKvHeads * row_bytes, 0);
+            phloem_kv_layer kv{};
+            kv.base = held->data();
+            kv.head_stride = row_bytes;
+            kv.token_stride = kKvHeads * row_bytes;
+            kv.kv_stride = kPage * kv.token_stride;
+            kv.page_stride = kv.group_stride = 2 * kv.kv_stride;
+            kv.num_pages = pages;
+            kv.heads_per_group = kv.num_kv_heads = kKvHeads;
+            kv.page_size = kPage;
+            kv.head_dim = kDim;
+            kv.dtype = rows;
+            write_and_attend(ctx, kv, heads, k, v, q, *out);
+        }
+        if (bytes[0] != bytes[1]) {
+            fail(PHLOEM_E_WRONG, "packed rows of format %d are other bytes", rows);
+            throw Wrong{};
+        }
+        compare(got, want, kExact, "attention over packed pages", rows, heads, 0);
+    }
+
+    static void write_and_attend(phloem_ctx *ctx, const phloem_kv_layer &kv, int32_t heads,
+                                 Values &k, Values &v, Values &q, Values &out) {
+        const int32_t tokens = (int32_t)(k.size() / (kv.num_kv_heads * kv.head_dim));
+        std::vector<int64_t> table(kv.num_pages);
+        for (int64_t p = 0; p < kv.num_pages; ++p) table[p] = kv.num_pages - 1 - p;
+        std::vector<int32_t> positions(tokens);
+        for (int32_t t = 0; t < tokens; ++t) positions[t] = t;
+        const int32_t all[2] = {0, tokens}, chunk[2] = {0, tokens - 1}, one[2] = {0, 1};
+        phloem_batch batch{};
+        batch.tables = table.data();
+        batch.table_stride = kv.num_pages;
+        batch.num_rows = 1;
+        batch.row_start = all;
+        batch.positions = positions.data();
+        batch.num_tokens = tokens;
+        phloem_rope_args rope{};
+        rope.k = k.data();
+        rope.v = v.data();
+        rope.k_stride = rope.v_stride = kv.num_kv_heads * kv.head_dim;
+        must(phloem_rope_kv_write(ctx, &rope, &kv, &batch));
+        phloem_attention_args args{};
+        args.q = q.data();
+        args.out = out.data();
+        args.q_stride = args.out_stride = heads * kv.head_dim;
+        args.num_heads = heads;
+        args.scale = 0.2f;
+        batch.row_start = chunk;
+        batch.num_tokens = tokens - 1;
+        must(phloem_attention(ctx, &args, &kv, &batch));
+        batch.row_start = one;
+        batch.positions = &positions[tokens - 1];
+        batch.num_tokens = 1;
+        args.q = q.f.data() + (tokens - 1) * args.q_stride;
+        args.out = out.f.data() + (tokens - 1) * args.out_stride;
+        must(phloem_attention(ctx, &args, &kv, &batch));
     }
 
     void sampling() {

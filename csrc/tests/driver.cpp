@@ -321,6 +321,171 @@ void check_attention(phloem_ctx *ctx, int32_t dtype, int heads, int kv_heads, in
             }
 }
 
+double power(int exponent) { return std::ldexp(1.0, exponent); }
+
+// Number i of a packed row of n, from the definition of its format.
+double unpacked(int32_t rows, const uint8_t *row, int n, int i) {
+    if (rows == PHLOEM_KV_FP4) {
+        const double numbers[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+        const int code = row[i / 2] >> (i % 2 * 4) & 15, scale = row[n / 2 + i / 16];
+        const double factor = scale < 8 ? (scale & 7) * power(-17)
+                                        : (1 + (scale & 7) / 8.0) * power((scale >> 3) - 15);
+        return (code & 8 ? -1 : 1) * numbers[code & 7] * factor;
+    }
+    const double scale = from_bf16((uint16_t)(row[n] | row[n + 1] << 8));
+    if (rows == PHLOEM_KV_INT8) return (int8_t)row[i] * scale;
+    const int exponent = row[i] >> 3 & 15, mantissa = row[i] & 7;
+    const double size = exponent ? (1 + mantissa / 8.0) * power(exponent - 7)
+                                 : mantissa / 8.0 * power(-6);
+    return (row[i] & 0x80 ? -size : size) * scale;
+}
+
+// A latent has one row of two parts, else K and V have one of `dim` each; unread bytes are NaN.
+struct PackedCase {
+    int32_t rows;
+    int heads, kv_heads, dim, tail;
+};
+
+void check_packed(phloem_ctx *ctx, const PackedCase &c, int page_size, int window) {
+    const bool latent = c.tail > 0;
+    const int lead = c.dim - c.tail, sides = latent ? 1 : 2, last = 200, count = 30;
+    const auto part_bytes = [&](int n) { return c.rows == PHLOEM_KV_FP4 ? n / 2 + n / 16 : n + 2; };
+    const int row_bytes = part_bytes(lead) + (latent ? part_bytes(c.tail) : 0);
+    const int pages = (last + page_size - 1) / page_size;
+    std::vector<uint8_t> pool((size_t)pages * sides * page_size * c.kv_heads * row_bytes, 0xff);
+    phloem_kv_layer kv{};
+    kv.base = pool.data();
+    kv.head_stride = row_bytes;
+    kv.token_stride = (int64_t)c.kv_heads * row_bytes;
+    kv.kv_stride = latent ? 0 : page_size * kv.token_stride;
+    kv.page_stride = kv.group_stride = sides * page_size * kv.token_stride;
+    kv.num_pages = pages;
+    kv.heads_per_group = kv.num_kv_heads = c.kv_heads;
+    kv.page_size = page_size;
+    kv.head_dim = c.dim;
+    kv.dtype = c.rows;
+    kv.value_dim = lead;
+    kv.tail_dim = c.tail;
+    std::vector<int64_t> table(pages);
+    for (int p = 0; p < pages; ++p) table[p] = pages - 1 - p;
+    const int first = window > 0 ? last - count - window + 1 : 0;
+    std::vector<int32_t> positions, starts{0, last - first};
+    for (int p = first; p < last; ++p) positions.push_back(p);
+    const int n = (int)positions.size(), width = c.kv_heads * c.dim;
+    Array k(PHLOEM_F32, (size_t)n * width), v = k;
+    phloem_rope_args rope{};
+    rope.k = k.data();
+    rope.v = latent ? nullptr : v.data();
+    rope.k_stride = rope.v_stride = width;
+    phloem_batch batch{starts.data(), positions.data(), table.data(), nullptr, nullptr, nullptr,
+                       pages, 1, n};
+    expect(phloem_rope_kv_write(ctx, &rope, &kv, &batch) == 0, phloem_last_error());
+    for (int tokens : {1, count}) {
+        Array q(PHLOEM_F32, (size_t)tokens * c.heads * c.dim);
+        Array out(PHLOEM_F32, (size_t)tokens * c.heads * lead);
+        phloem_attention_args args{q.data(), out.data(), nullptr, nullptr, c.heads * c.dim,
+                                   c.heads * lead, PHLOEM_F32, PHLOEM_F32, c.heads, window, 0.2f, 0};
+        starts = {0, tokens};
+        batch.positions = positions.data() + n - tokens;
+        batch.num_tokens = tokens;
+        expect(phloem_attention(ctx, &args, &kv, &batch) == 0, phloem_last_error());
+        for (int t = 0; t < tokens; t += 7)
+            for (int h = 0; h < c.heads; ++h) {
+                const int pos = last - tokens + t, kvh = h / (c.heads / c.kv_heads);
+                std::vector<double> sum(lead);
+                double total = 0;
+                for (int p = window > 0 ? pos - window + 1 : 0; p <= pos; ++p) {
+                    const uint8_t *row = pool.data() + table[p / page_size] * kv.page_stride +
+                                         p % page_size * kv.token_stride + kvh * row_bytes;
+                    const uint8_t *value = row + kv.kv_stride;
+                    double score = 0;
+                    for (int i = 0; i < c.dim; ++i)
+                        score += (double)q.at(((size_t)t * c.heads + h) * c.dim + i) *
+                                 (i < lead ? unpacked(c.rows, row, lead, i)
+                                           : unpacked(c.rows, row + part_bytes(lead), c.tail, i - lead));
+                    const double e = std::exp(0.2 * score);
+                    total += e;
+                    for (int i = 0; i < lead; ++i) sum[i] += e * unpacked(c.rows, value, lead, i);
+                }
+                for (int i = 0; i < lead; ++i)
+                    close_to(out.at(((size_t)t * c.heads + h) * lead + i), sum[i] / total, 1e-4,
+                             "attention over packed rows");
+            }
+    }
+}
+
+// Each head's own matrix; all buffers end with the last head's last number.
+void check_heads(phloem_ctx *ctx, int32_t format, int m, int heads, int n, int k) {
+    const int64_t bytes = phloem_packed_bytes(format, n, k);
+    std::vector<char> packed(heads * bytes);
+    Array w(format == PHLOEM_W_BF16 ? PHLOEM_BF16 : PHLOEM_F32, (size_t)heads * n * k);
+    for (int h = 0; h < heads; ++h)
+        expect(phloem_pack_weight(format, (char *)w.data() + (size_t)h * n * k *
+                                  (w.dtype == PHLOEM_F32 ? 4 : 2), w.dtype, n, k, k,
+                                  packed.data() + h * bytes) == 0, "pack a head");
+    Array x(PHLOEM_F32, (size_t)m * heads * k), y(PHLOEM_F32, (size_t)m * heads * n);
+    phloem_weight weight{packed.data(), nullptr, n, k, format, 0};
+    phloem_heads_args args{x.f.data(), y.f.data(), &weight, bytes, m, heads * k, k, heads * n, n,
+                           heads, 0};
+    expect(phloem_heads_gemm(ctx, &args) == 0, phloem_last_error());
+    for (int i = 0; i < m; i += 3)
+        for (int h = 0; h < heads; ++h)
+            for (int j = 0; j < n; ++j) {
+                double sum = 0;
+                for (int t = 0; t < k; ++t)
+                    sum += (double)x.at(((size_t)i * heads + h) * k + t) *
+                           w.at(((size_t)h * n + j) * k + t);
+                close_to(y.at(((size_t)i * heads + h) * n + j), sum, 1e-4, "heads");
+            }
+    args.num_heads = 0;
+    expect(phloem_heads_gemm(ctx, &args) != 0, "no heads are refused");
+}
+
+// Rows with norms of one and angles of nothing: what is written is known; some are not written.
+void check_latent_write(phloem_ctx *ctx, int tokens, int lead, int tail, int heads, int q_dim) {
+    const int dim = lead + tail, page_size = 4, pages = (tokens + page_size - 1) / page_size;
+    Array pool(PHLOEM_F32, (size_t)pages * page_size * dim, true);
+    Array rows(PHLOEM_F32, (size_t)tokens * dim), q(PHLOEM_F32, (size_t)tokens * heads * q_dim);
+    const Array asked = q;
+    std::vector<float> norm(lead, 1.0f), cos((size_t)tokens * tail / 2, 0.0f);
+    std::vector<float> sin((size_t)tokens * tail / 2, 1.0f);
+    std::vector<uint8_t> kept(tokens);
+    std::vector<int64_t> table(pages);
+    std::vector<int32_t> starts{0, tokens}, positions(tokens);
+    for (int p = 0; p < pages; ++p) table[p] = pages - 1 - p;
+    for (int t = 0; t < tokens; ++t) positions[t] = t, kept[t] = t % 3 != 1;
+    phloem_kv_layer kv{pool.data(), page_size * dim, page_size * dim, 0, dim, dim, pages, 1,
+                       page_size, 1, dim, PHLOEM_F32, lead, tail, 0};
+    phloem_batch batch{starts.data(), positions.data(), table.data(), nullptr, nullptr, nullptr,
+                       pages, 1, tokens};
+    phloem_latent_args args{q.f.data(), rows.f.data(), cos.data(), sin.data(), norm.data(),
+                            heads * q_dim, dim, tokens, kept.data(), heads, q_dim, tail, 1e-6f};
+    expect(phloem_latent_write(ctx, &args, &kv, &batch) == 0, phloem_last_error());
+    for (int t = 0; t < tokens; ++t) {
+        const size_t at = ((size_t)table[t / page_size] * page_size + t % page_size) * dim;
+        double square = 0;
+        for (int i = 0; i < lead; ++i) square += (double)rows.at(t * dim + i) * rows.at(t * dim + i);
+        for (int i = 0; i < dim; ++i) {
+            if (!kept[t]) {
+                expect(std::isnan(pool.at(at + i)), "another rank's row is written");
+                continue;
+            }
+            const int turned = i - lead, half = tail / 2;  // a quarter of a turn
+            const double want = i < lead ? rows.at(t * dim + i) / std::sqrt(square / lead + 1e-6)
+                                : turned < half ? -rows.at(t * dim + i + half)
+                                                : rows.at(t * dim + i - half);
+            close_to(pool.at(at + i), want, 1e-5, "a latent");
+        }
+        for (int h = 0; h < heads; ++h)
+            for (int i = 0; i < q_dim - tail; ++i) {
+                const size_t plain = ((size_t)t * heads + h) * q_dim + i;
+                expect(q.at(plain) == asked.at(plain), "a query is rotated at its end only");
+            }
+    }
+    args.rotary_dim = tail + 2;
+    expect(phloem_latent_write(ctx, &args, &kv, &batch) != 0, "another rotary part is refused");
+}
+
 // Shapes that must fit, odd ones included; values are checked against other calls in Python.
 void check_layer(phloem_ctx *ctx, int32_t dtype, int tokens, bool gemma) {
     const int hidden = 40, heads = 4, kv_heads = 2, dim = 12, inner = 32;
@@ -427,6 +592,19 @@ int main() {
                     for (bool gemma : {false, true}) check_layer(ctx, dtype, tokens, gemma);
                 for (int n : {1, 7, 16, 65}) check_small(ctx, dtype, n);
             }
+            for (int32_t format : {PHLOEM_W_F32, PHLOEM_W_BF16})
+                for (int m : {1, 7, 300}) check_heads(ctx, format, m, 3, 20, 33);
+            for (int tokens : {1, 13}) check_latent_write(ctx, tokens, 20, 6, 3, 14);
+            for (int32_t rows : {PHLOEM_KV_INT8, PHLOEM_KV_FP8, PHLOEM_KV_FP4})
+                for (int page_size : {1, 16})
+                    for (int window : {0, 50}) {
+                        check_packed(ctx, {rows, 6, 2, 64, 0}, page_size, window);
+                        check_packed(ctx, {rows, 5, 1, 16, 0}, page_size, window);
+                        check_packed(ctx, {rows, 4, 1, 80, 16}, page_size, window);
+                        check_packed(ctx, {rows, 16, 1, 48, 16}, page_size, window);
+                        if (rows != PHLOEM_KV_FP4)
+                            check_packed(ctx, {rows, 2, 1, 22, 0}, page_size, window);
+                    }
             for (int32_t format : {PHLOEM_W_Q4_0, PHLOEM_W_Q4_1, PHLOEM_W_Q8_0})
                 for (int m : {1, 2, 3, 20, 270}) check_blocks(ctx, format, m, uniform(1, 40), 96);
 #if defined(PHLOEM_EMULATE)

@@ -11,7 +11,23 @@ from phloem.attention.batch import RaggedBatch
 from phloem.kernels import KVBuffer, Scoring
 from phloem.kernels.native import NativeBatch, NativeKernels, kv_layer
 
-__all__ = ["NativeAttention"]
+__all__ = ["NativeAttention", "native_batch"]
+
+
+def native_batch(batch: RaggedBatch) -> NativeBatch:
+    """A batch as the kernels read it."""
+    width = max((len(span.slots) for span in batch.spans), default=1)
+    tables = np.zeros((len(batch.spans), width), dtype=np.int64)
+    for row, span in zip(tables, batch.spans, strict=True):
+        row[: len(span.slots)] = span.slots
+    starts = [span.first for span in batch.spans] + [batch.num_tokens]
+    bounds = [(span.base, span.read_from, span.write_from) for span in batch.spans]
+    return NativeBatch(
+        np.array(starts, dtype=np.int32),
+        batch.positions().astype(np.int32),
+        tables,
+        np.array(bounds, dtype=np.int32).reshape(-1, 3).T,
+    )
 
 
 class NativeAttention(AttentionBackend[NativeBatch]):
@@ -45,18 +61,7 @@ class NativeAttention(AttentionBackend[NativeBatch]):
         return NativeAttention(buffer, self._kernels, scoring=self._scoring, window=self._window)
 
     def plan_write(self, batch: RaggedBatch) -> NativeBatch:
-        width = max((len(span.slots) for span in batch.spans), default=1)
-        tables = np.zeros((len(batch.spans), width), dtype=np.int64)
-        for row, span in zip(tables, batch.spans, strict=True):
-            row[: len(span.slots)] = span.slots
-        starts = [span.first for span in batch.spans] + [batch.num_tokens]
-        bounds = [(span.base, span.read_from, span.write_from) for span in batch.spans]
-        return NativeBatch(
-            np.array(starts, dtype=np.int32),
-            batch.positions().astype(np.int32),
-            tables,
-            np.array(bounds, dtype=np.int32).reshape(-1, 3).T,
-        )
+        return native_batch(batch)
 
     def write(self, layer: int, k: Tensor, v: Tensor, meta: NativeBatch) -> None:
         self._kernels.rope_kv_write(None, (k, v), self._layers[layer], meta)

@@ -225,14 +225,15 @@ class NativeKernels:
         lse: Tensor | None = None,
         scoring: Scoring | None = None,
     ) -> Tensor:
-        """Attention of q (N, H, D) over the pages: (N, H, D) in q's dtype.
+        """Attention of q (N, H, D) over the pages: (N, H, D) in q's dtype; of latents, whose
+        values are shorter, (N, H, value_dim).
 
         `window` 0: all earlier positions. `sinks` (H,) fp32. `lse` (N, H) fp32 receives the
         natural log-sum-exp. `scoring` None: products over the root of D.
         """
         scoring = scoring or Scoring(q.shape[2] ** -0.5)
         q = rows_of(q, "q")
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = torch.empty((*q.shape[:2], kv.value_dim or kv.head_dim), dtype=q.dtype)
         args = abi.AttentionArgs(
             q=address(q),
             out=address(out),

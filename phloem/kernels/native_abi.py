@@ -23,7 +23,9 @@ __all__ = [
     "Dtype",
     "Gate",
     "GemmArgs",
+    "HeadsArgs",
     "KvLayer",
+    "LatentArgs",
     "Layer",
     "RopeArgs",
     "Weight",
@@ -39,7 +41,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 PANEL = 16  # output columns that are packed together
 ISA_ENV = "PHLOEM_CPU_ISA"
 LIBRARY_ENV = "PHLOEM_CPU_LIBRARY"
@@ -47,10 +49,13 @@ _PTR, _I32, _I64, _F32 = c.c_void_p, c.c_int32, c.c_int64, c.c_float
 
 
 class Dtype(enum.IntEnum):
-    """Element types of activations and pages."""
+    """Element types of activations and pages; the last three of pages only."""
 
     F32 = 0
     BF16 = 1
+    INT8 = 2
+    FP8 = 3
+    FP4 = 4
 
 
 class Gate(enum.IntEnum):
@@ -134,6 +139,8 @@ class KvLayer(c.Structure):
         ("num_kv_heads", _I32),
         ("head_dim", _I32),
         ("dtype", _I32),
+        ("value_dim", _I32),
+        ("tail_dim", _I32),
         ("reserved", _I32),
     )
 
@@ -189,6 +196,40 @@ class RopeArgs(c.Structure):
     )
 
 
+class HeadsArgs(c.Structure):
+    _fields_ = (
+        ("x", _PTR),
+        ("y", _PTR),
+        ("w", c.POINTER(Weight)),
+        ("w_head_bytes", _I64),
+        ("m", _I64),
+        ("x_stride", _I64),
+        ("x_head", _I64),
+        ("y_stride", _I64),
+        ("y_head", _I64),
+        ("num_heads", _I32),
+        ("reserved", _I32),
+    )
+
+
+class LatentArgs(c.Structure):
+    _fields_ = (
+        ("q", _PTR),
+        ("rows", _PTR),
+        ("cos", _PTR),
+        ("sin", _PTR),
+        ("norm", _PTR),
+        ("q_stride", _I64),
+        ("rows_stride", _I64),
+        ("max_position", _I64),
+        ("kept", _PTR),
+        ("num_heads", _I32),
+        ("q_dim", _I32),
+        ("rotary_dim", _I32),
+        ("norm_eps", _F32),
+    )
+
+
 class Layer(c.Structure):
     _fields_ = (
         ("attn_norm", _PTR),
@@ -239,6 +280,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "phloem_embedding": (_I32, (_PTR, _PTR, c.POINTER(Weight), _PTR, _I32, _I64)),
     "phloem_check_batch": (_I32, (_KV, _BATCH, _I32, _I64)),
     "phloem_rope_kv_write": (_I32, (_PTR, c.POINTER(RopeArgs), _KV, _BATCH)),
+    "phloem_heads_gemm": (_I32, (_PTR, c.POINTER(HeadsArgs))),
+    "phloem_latent_write": (_I32, (_PTR, c.POINTER(LatentArgs), _KV, _BATCH)),
     "phloem_attention": (_I32, (_PTR, c.POINTER(AttentionArgs), _KV, _BATCH)),
     "phloem_layer_forward": (_I32, (_PTR, c.POINTER(Layer), _KV, _BATCH, _PTR, _I32)),
     "phloem_layer_project": (_I32, (_PTR, c.POINTER(Layer), _KV, _BATCH, _PTR, _I32, _PTR)),

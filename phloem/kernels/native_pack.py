@@ -9,6 +9,7 @@ from torch import Tensor
 from phloem.kernels import native_abi as abi
 from phloem.kernels.native_abi import WeightFormat
 from phloem.kernels.native_types import (
+    PackedHeads,
     PackedWeight,
     address,
     aligned_bytes,
@@ -17,7 +18,7 @@ from phloem.kernels.native_types import (
 )
 from phloem.kernels.quantised import BlockMatrix
 
-__all__ = ["pack", "pack_blocks", "pack_gate_up", "pack_gate_up_blocks"]
+__all__ = ["pack", "pack_blocks", "pack_gate_up", "pack_gate_up_blocks", "pack_heads"]
 
 
 def pack(
@@ -40,6 +41,22 @@ def pack(
         )
     )
     return PackedWeight(data, n, k, kind, _fp32(bias))
+
+
+def pack_heads(weight: Tensor) -> PackedHeads:
+    """Pack weight (heads, n, k), any strides, head by head in its own dtype."""
+    heads, n, k = weight.shape
+    kind = WeightFormat(dtype_number(weight))
+    size = abi.check(abi.library().phloem_packed_bytes(int(kind), n, k))
+    data = aligned_bytes(heads * size).view(heads, size)
+    for one, out in zip(weight, data, strict=True):
+        rows = one.contiguous()
+        abi.check(
+            abi.library().phloem_pack_weight(
+                int(kind), address(rows), dtype_number(rows), n, k, k, address(out)
+            )
+        )
+    return PackedHeads(data, n, k, kind)
 
 
 def pack_gate_up(gate: Tensor, up: Tensor, *, format: WeightFormat | None = None) -> PackedWeight:

@@ -11,10 +11,14 @@ from torch import Tensor
 
 from phloem.kernels import native_abi as abi
 from phloem.kernels.buffer import KVBuffer
+from phloem.kernels.codec import PackedCodec
 from phloem.kernels.native_abi import Dtype, WeightFormat
+from phloem.kv.spec import KVDtype
 
 __all__ = [
     "NativeBatch",
+    "PackedHeads",
+    "PackedUp",
     "PackedWeight",
     "address",
     "aligned_bytes",
@@ -24,6 +28,7 @@ __all__ = [
 ]
 
 _DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16}
+_PACKED = {KVDtype.INT8: Dtype.INT8, KVDtype.FP8: Dtype.FP8, KVDtype.FP4: Dtype.FP4}
 _ALIGNMENT = 64
 
 
@@ -87,6 +92,42 @@ class PackedWeight:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedHeads:
+    """A weight (n, k) of each head: `data` (heads, bytes of one packed weight)."""
+
+    data: Tensor
+    n: int
+    k: int
+    format: WeightFormat
+
+    @property
+    def num_heads(self) -> int:
+        return int(self.data.shape[0])
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel()
+
+    def struct(self) -> abi.Weight:
+        """The first head's. Borrows the tensor."""
+        return abi.Weight(data=self.data.data_ptr(), n=self.n, k=self.k, format=int(self.format))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedUp:
+    """What makes heads of a layer's latents: keys (nope, C), values (E, C), and keys transposed
+    (C, nope), which bring a query into the space of latents."""
+
+    absorb: PackedHeads
+    keys: PackedHeads
+    values: PackedHeads
+
+    @property
+    def num_bytes(self) -> int:
+        return self.absorb.num_bytes + self.keys.num_bytes + self.values.num_bytes
+
+
 class NativeBatch:
     """A ragged batch in the form that attention and layers read, built once per step.
 
@@ -131,15 +172,18 @@ class NativeBatch:
         return len(self.positions)
 
 
-def kv_layer(buffer: KVBuffer, layer: int) -> abi.KvLayer:
-    """One layer of a page pool as the kernels address it. Borrows the buffer."""
+def kv_layer(buffer: KVBuffer, layer: int, *, rope_dim: int = 0) -> abi.KvLayer:
+    """One layer of a page pool as the kernels address it. Borrows the buffer.
+
+    `rope_dim`: of latents, the numbers at a row's end that are no part of its value.
+    """
     data = buffer.data
     page, group, _, kv, token, head, _ = data.stride()
     return abi.KvLayer(
         base=data[0, buffer.head_groups[0], layer].data_ptr(),
         page_stride=page,
         group_stride=group,
-        kv_stride=kv,
+        kv_stride=kv if buffer.num_sides == 2 else 0,
         token_stride=token,
         head_stride=head,
         num_pages=data.shape[0],
@@ -147,5 +191,13 @@ def kv_layer(buffer: KVBuffer, layer: int) -> abi.KvLayer:
         page_size=buffer.page_size,
         num_kv_heads=buffer.num_kv_heads,
         head_dim=buffer.head_dim,
-        dtype=dtype_number(data),
+        dtype=_rows_number(buffer),
+        value_dim=buffer.head_dim - rope_dim,
+        tail_dim=rope_dim,
     )
+
+
+def _rows_number(buffer: KVBuffer) -> int:
+    """The library's number of how the rows of a pool are stored."""
+    codec = buffer.codec
+    return int(_PACKED[codec.kind]) if isinstance(codec, PackedCodec) else dtype_number(buffer.data)

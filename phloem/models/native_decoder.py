@@ -7,26 +7,25 @@ Between the steps of a layer activations are fp32; the residual keeps the model'
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phloem.config.model import Activation, LayerSpec, ModelConfig, RopeConfig
+from phloem.config.model import Activation, LayerSpec, ModelConfig
 from phloem.kernels import KVBuffer
 from phloem.kernels.native import NativeKernels, kv_layer
 from phloem.kernels.native_abi import Gate, KvLayer, Layer
-from phloem.kernels.native_types import PackedWeight, address
-from phloem.layers import RopeTable
+from phloem.kernels.native_types import address
 from phloem.models.decoder import MLP_CHUNK_TOKENS
 from phloem.models.forward import Attention, LayerCalls, pass_layers
+from phloem.models.native_ends import NativeEnds, RopeAngles
 from phloem.models.packing import PackedDecoder, PackedLayer
 from phloem.models.row import ALONE, Row
 
-__all__ = ["NativeDecoder"]
+__all__ = ["GATES", "NativeDecoder"]
 
-_GATES = {Activation.SILU: Gate.SILU, Activation.GELU_TANH: Gate.GELU_TANH}
+GATES = {Activation.SILU: Gate.SILU, Activation.GELU_TANH: Gate.GELU_TANH}
 
 
 class NativeDecoder:
@@ -47,11 +46,12 @@ class NativeDecoder:
     ) -> None:
         self.config = config
         self._kernels, self._weights, self._row = kernels, weights, row
-        self._rope = _Rope(config.rope, config.head_dim, num_positions)
+        self._ends = NativeEnds(config, weights, kernels=kernels, row=row)
+        self._rope = RopeAngles(config.rope, config.head_dim, num_positions)
         own = config.window_rope
         self._window_rope = self._rope
         if own is not None:
-            self._window_rope = _Rope(own, config.head_dim, num_positions)
+            self._window_rope = RopeAngles(own, config.head_dim, num_positions)
         self._buffers = tuple(buffers)  # kv_layer only borrows them
         specs = zip(config.layers, weights.layers, strict=True)
         structs = [self._struct(spec, layer) for spec, layer in specs]
@@ -96,10 +96,7 @@ class NativeDecoder:
         calls = LayerCalls(on_layer=on_layer, on_written=on_written)
         if not len(tokens):
             return pass_layers(self, attention, meta, calls, dtype=torch.float32)
-        hidden = self._kernels.embedding(tokens, self._weights.embedding, self.dtype)
-        if self.config.embedding_scale != 1.0:
-            # The scale is rounded to the model's dtype, as in training.
-            hidden.mul_(torch.tensor(self.config.embedding_scale, dtype=hidden.dtype))
+        hidden = self._ends.embed(tokens)
         if not self._row.is_whole:
             return self._in_parts(hidden, attention, meta, calls)
         if on_written is not None or attention.exchanges:
@@ -145,33 +142,17 @@ class NativeDecoder:
             kernels.layer_project(layer, kv, batches[component], hidden, qkv)
             calls.written(number)
             mixed = attention.attend(number, q, meta, sinks=own.sinks)
-            self._add_summed(hidden, mixed, own.out, own.post_attn_norm)
+            self._ends.add_summed(hidden, mixed, own.out, own.post_attn_norm)
             for part in torch.split(hidden, MLP_CHUNK_TOKENS):
                 normed = kernels.rms_norm(part.float(), own.mlp_norm, config.norm_eps)
-                act = kernels.linear(normed, own.gate_up, gate=_GATES[config.activation])
-                self._add_summed(part, act, own.down, own.post_mlp_norm)
+                act = kernels.linear(normed, own.gate_up, gate=GATES[config.activation])
+                self._ends.add_summed(part, act, own.down, own.post_mlp_norm)
             calls.on_layer()
         return hidden
 
-    def _add_summed(
-        self, hidden: Tensor, x: Tensor, weight: PackedWeight, norm: Tensor | None
-    ) -> None:
-        """hidden += what the row's ranks get of x (N, k), fp32, in place."""
-        out = self._row.add_up(self._kernels.linear(x, replace(weight, bias=None)))
-        if weight.bias is not None:
-            out += weight.bias
-        if norm is not None:
-            out = self._kernels.rms_norm(out, norm, self.config.norm_eps)
-        hidden.add_(out)
-
     def logits(self, hidden: Tensor) -> Tensor:
         """As `Forward.logits`."""
-        normed = self._kernels.rms_norm(hidden.float(), self._weights.norm, self.config.norm_eps)
-        logits = self._kernels.linear(normed, self._weights.head)
-        if self._weights.head.n < self.config.vocab_size:
-            logits = self._row.join(logits)
-        cap = self.config.final_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        return self._ends.logits(hidden)
 
     def _struct(self, spec: LayerSpec, weights: PackedLayer) -> Layer:
         config = self.config
@@ -198,14 +179,5 @@ class NativeDecoder:
             norm_eps=config.norm_eps,
             scale=config.score_scale,
             softcap=config.attn_softcap or 0.0,
-            gate=int(_GATES[config.activation]),
+            gate=int(GATES[config.activation]),
         )
-
-
-class _Rope:
-    """cos and sin of every position, contiguous."""
-
-    def __init__(self, rope: RopeConfig, head_dim: int, num_positions: int) -> None:
-        cpu = torch.device("cpu")
-        table = RopeTable(rope, head_dim=head_dim, num_positions=num_positions, device=cpu)
-        self.cos, self.sin = table.cos.contiguous(), table.sin.contiguous()

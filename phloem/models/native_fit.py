@@ -8,11 +8,11 @@ from phloem.kv.spec import KVDtype
 
 __all__ = ["native_fits", "native_reads"]
 
+MOST_ROW_NUMBERS = 1024  # kMostRowNumbers of csrc/cpu/codec.h
+
 
 def native_fits(config: ModelConfig) -> str | None:
-    """None if `NativeDecoder` computes this model; else what it lacks, for a sentence."""
-    if config.mla is not None:
-        return "K and V of every head in the pages, and this model keeps a latent (MLA)"
+    """None if native kernels compute this model; else what they lack, for a sentence."""
     if config.intermediate_size % PANEL:
         return (
             f"an intermediate size that {PANEL} divides, and this model's is "
@@ -21,8 +21,9 @@ def native_fits(config: ModelConfig) -> str | None:
     return None
 
 
-def native_reads(pages: KVDtype, model: KVDtype) -> str | None:
-    """None if native kernels read pages of that dtype; else what they need, for a sentence."""
-    if pages is model:
+def native_reads(pages: KVDtype, config: ModelConfig) -> str | None:
+    """None if native kernels read such rows of pages; else what they need, for a sentence."""
+    width = config.head_dim if config.mla is None else config.mla.row_dim
+    if width <= MOST_ROW_NUMBERS or not (pages.is_packed or config.mla):
         return None
-    return f"KV pages in the model's dtype ({model.value}), and --kv-dtype is {pages.value}"
+    return f"rows of at most {MOST_ROW_NUMBERS} numbers in {pages.value} pages, not of {width}"

@@ -17,11 +17,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from phloem.config.mla import MLAConfig
 from phloem.config.model import ModelConfig
 from phloem.core.errors import ConfigError
 from phloem.kernels.native_abi import WeightFormat
-from phloem.kernels.native_pack import pack, pack_blocks, pack_gate_up, pack_gate_up_blocks
-from phloem.kernels.native_types import PackedWeight
+from phloem.kernels.native_pack import (
+    pack,
+    pack_blocks,
+    pack_gate_up,
+    pack_gate_up_blocks,
+    pack_heads,
+)
+from phloem.kernels.native_types import PackedUp, PackedWeight
 from phloem.kernels.quantised import BLOCK_WEIGHTS, BlockMatrix
 from phloem.models.checkpoint import Checkpoint, OnBytes
 from phloem.models.pieces import LinearPieces, Piece
@@ -56,13 +63,16 @@ class PackedLayer:
     post_attn_norm: Tensor | None
     post_mlp_norm: Tensor | None
     sinks: Tensor | None
+    q_up: PackedWeight | None = None
+    kv_up: PackedUp | None = None
 
     @property
     def num_bytes(self) -> int:
         norms = (self.attn_norm, self.mlp_norm, self.q_norm, self.k_norm)
         plain = (*norms, self.post_attn_norm, self.post_mlp_norm, self.sinks)
-        packed = (self.qkv, self.out, self.gate_up, self.down)
-        return sum(w.num_bytes for w in packed) + sum(t.nbytes for t in plain if t is not None)
+        packed = (self.qkv, self.out, self.gate_up, self.down, self.q_up, self.kv_up)
+        tensors = sum(t.nbytes for t in plain if t is not None)
+        return tensors + sum(w.num_bytes for w in packed if w is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,7 +110,7 @@ def load_packed(
     the shard's border lies within a block.
     """
     with Checkpoint(path, config, on_progress, shard=shard) as checkpoint:
-        packer = _Packer(checkpoint, dtype, quantisation)
+        packer = _Packer(checkpoint, dtype, quantisation, config.mla)
         if quantisation is Quantisation.Q4:
             _need_q4(checkpoint, path)
         pieces = checkpoint.pieces
@@ -135,8 +145,10 @@ class _Packer:
         checkpoint: Checkpoint,
         dtype: torch.dtype,
         quantisation: Quantisation,
+        mla: MLAConfig | None,
     ) -> None:
         self._checkpoint, self._dtype, self._quantisation = checkpoint, dtype, quantisation
+        self._mla = mla
 
     def norm(self, piece: Piece) -> Tensor:
         """Rounded as every computation of this model takes it."""
@@ -159,6 +171,20 @@ class _Packer:
             post_attn_norm=self._maybe_norm(layer.post_attn_norm),
             post_mlp_norm=self._maybe_norm(layer.post_mlp_norm),
             sinks=self._sinks(layer.sinks),
+            q_up=None if layer.q_up is None else self.linear(layer.q_up),
+            kv_up=None if layer.kv_up is None else self._kv_up(layer.kv_up),
+        )
+
+    def _kv_up(self, pieces: LinearPieces) -> PackedUp:
+        """Never quantised: it is small, and read by head."""
+        assert self._mla is not None, "only a model of latents has it"
+        weight = self._checkpoint.stack(pieces.weight, self._dtype, CPU)
+        by_head = weight.view(-1, self._mla.up_dim, self._mla.kv_rank)
+        keys, values = torch.split(by_head, [self._mla.nope_dim, self._mla.v_dim], dim=1)
+        return PackedUp(
+            absorb=pack_heads(keys.transpose(1, 2)),
+            keys=pack_heads(keys),
+            values=pack_heads(values),
         )
 
     def _sinks(self, piece: Piece | None) -> Tensor | None:

@@ -24,6 +24,7 @@ from phloem.kernels.native_abi import library
 from phloem.layers import DecoderWeights
 from phloem.models import Decoder, Forward, OnBytes, Quantisation, load_weights
 from phloem.models.native_fit import native_fits
+from phloem.models.packing import PackedDecoder
 from phloem.models.row import ALONE, Row
 from phloem.models.shard import WHOLE, Shard
 from phloem.pools import DevicePool
@@ -177,7 +178,6 @@ def _native(
     from phloem.models.native_decoder import NativeDecoder
     from phloem.models.packing import load_packed
 
-    kernels = NativeKernels(threads=options.threads)
     weights = load_packed(
         path,
         config,
@@ -187,6 +187,9 @@ def _native(
         on_progress=on_progress,
     )
     config = options.shard.config(config)
+    if config.mla is not None:
+        return _native_latent(config, pools, options, weights)
+    kernels = NativeKernels(threads=options.threads)
     model = NativeDecoder(
         config,
         weights,
@@ -201,4 +204,40 @@ def _native(
         for pool, window in zip(pools, (None, config.window), strict=False)
     ]
     attention = LayeredAttention(backends, config.component_layers)
+    return ForwardPass("native", model, attention, model.weight_bytes)
+
+
+def _native_latent(
+    config: ModelConfig,
+    pools: Sequence[DevicePool],
+    options: ForwardOptions,
+    weights: PackedDecoder,
+) -> ForwardPass:
+    from phloem.attention.native_mla import NativeLatentAttention
+    from phloem.kernels.native_latent import NativeLatentKernels
+    from phloem.models.native_latent import NativeLatentDecoder
+
+    assert config.mla is not None, "a model of latents"
+    (pool,) = pools
+    kernels = NativeLatentKernels(threads=options.threads)
+    model = NativeLatentDecoder(
+        config,
+        weights,
+        kernels=kernels,
+        buffer=pool.buffer,
+        num_positions=options.num_positions,
+        row=options.row,
+    )
+    up = [layer.kv_up for layer in weights.layers if layer.kv_up is not None]
+    assert len(up) == config.num_layers, "every layer makes K and V of its latents"
+    scoring = Scoring(config.score_scale, config.attn_softcap)
+    backend = NativeLatentAttention(
+        pool.buffer,
+        kernels,
+        mla=config.mla,
+        up=up,
+        scoring=scoring,
+        own_heads=options.shard.count > 1,
+    )
+    attention = LayeredAttention([backend], config.component_layers)
     return ForwardPass("native", model, attention, model.weight_bytes)

@@ -226,7 +226,7 @@ def _forward_options(
 ) -> ForwardOptions:
     device, quantisation = _device(options.device), quantisation_of(options.quantization)
     dtype = _dtype(options.dtype)
-    lacking = native_reads(kv_dtype_of(options), dtype)
+    lacking = native_reads(kv_dtype_of(options), config)
     shard = WHOLE if place is None else place.shard
     check_tp(config, shard.count)
     own = shard.config(config)

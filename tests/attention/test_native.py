@@ -16,7 +16,8 @@ from phloem.kv.spec import KVDtype
 from tests.attention.test_paged import LAYERS, fill_earlier, fill_window, make_pool, window_batch
 from tests.kernels.native_build import native_library
 
-TOLERANCES = {KVDtype.FP32: 5e-6, KVDtype.BF16: 2e-2}
+# Of packed pages both sides read the same numbers, in fp32.
+TOLERANCES = {dtype: 1e-5 for dtype in KVDtype} | {KVDtype.FP32: 5e-6, KVDtype.BF16: 2e-2}
 NOWHERE = 1 << 40
 
 
@@ -49,16 +50,28 @@ def with_stale_entries(batch: RaggedBatch, window: int) -> RaggedBatch:
 def test_windows_equal_the_definition_and_read_nothing_else(kernels, page_size, window, form, seed):
     """Ragged rows, restarted or not: what no window holds is NaN, and table entries before that
     point outside of the pool."""
+    dtype = KVDtype.BF16 if form == "bf16" else KVDtype.FP32
+    check_windows(kernels, page_size, window, form, dtype, seed)
+
+
+@pytest.mark.parametrize(("page_size", "window"), [(1, 16), (4, 5), (16, 70)])
+@pytest.mark.parametrize("form", ["plain", "sinks", "softcap"])
+@pytest.mark.parametrize("dtype", [d for d in KVDtype if d.is_packed], ids=lambda d: d.value)
+def test_windows_over_packed_pages(kernels, page_size, window, form, dtype):
+    """The same; and both write the same bytes."""
+    check_windows(kernels, page_size, window, form, dtype, page_size)
+
+
+def check_windows(kernels, page_size, window, form, dtype, seed):
     torch.manual_seed(seed)
     rng = np.random.default_rng(1000 * window + seed)
-    dtype = KVDtype.BF16 if form == "bf16" else KVDtype.FP32
     pools = [make_pool(page_size, kv_heads=2, groups=1 + seed % 2, dtype=dtype) for _ in range(2)]
     batch = window_batch(rng, page_size, window)
     fill_window(pools[0], batch, window)
     pools[1].buffer.data.copy_(pools[0].buffer.data)
-    kind = pools[0].buffer.data.dtype
-    q = torch.randn(batch.num_tokens, 6, 8).to(kind)
-    k, v = torch.randn(2, batch.num_tokens, 2, 8).to(kind)
+    kind, dim = pools[0].buffer.dtype, pools[0].layout.spec.head_dim
+    q = torch.randn(batch.num_tokens, 6, dim).to(kind)
+    k, v = torch.randn(2, batch.num_tokens, 2, dim).to(kind)
     sinks = torch.randn(6) if form == "sinks" else None
     scoring = Scoring(0.6, 1.3 if form == "softcap" else None)
     fast = NativeAttention(pools[0].buffer, kernels, scoring=scoring, window=window)

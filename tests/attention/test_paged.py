@@ -129,7 +129,9 @@ def fill_window(pool: DevicePool, batch: RaggedBatch, window: int) -> None:
     for span in batch.spans:
         for pos in range(span.earliest(window), span.start):
             page = pool.buffer.data[span.slots[pos // size - span.base]]
-            page[..., pos % size, :, :] = torch.randn(page[..., pos % size, :, :].shape)
+            shape = (*page.shape[:3], *page.shape[4:-1], pool.layout.spec.head_dim)
+            rows = torch.randn(shape).to(pool.buffer.dtype)
+            page[..., pos % size, :, :] = pool.buffer.encode(rows)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

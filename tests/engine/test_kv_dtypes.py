@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from phloem.core.errors import ConfigError
 from phloem.core.request import SamplingParams
-from phloem.engine import LLM, startup_rows
+from phloem.engine import startup_rows
 from tests.engine.fakes import byte_tokenizer
 from tests.engine.test_quantised import from_storage, open_llm
+from tests.kernels.native_build import native_library
 from tests.models.checkpoints import make_checkpoint, make_latent
 from tests.parity.test_journeys import words
 
@@ -46,6 +46,11 @@ def test_the_start_up_table_names_the_dtype_of_pages(model: Path) -> None:
         assert dict(startup_rows(llm._core.facts))["dtype"] == "fp32"
 
 
-def test_flags_that_contradict_are_one_line(model: Path) -> None:
-    with pytest.raises(ConfigError, match="--kernels native needs"):
-        LLM(str(model), kv_dtype="int8", kernels="native", num_pages=20, dtype="fp32")
+def test_other_kernels_find_the_pages(model: Path, tmp_path: Path) -> None:
+    """Kernels are no part of a key: what PyTorch's have packed native ones read, and back."""
+    native_library()
+    store = str(tmp_path / "store")
+    for kernels, cached in [("torch", 0), ("native", 40), ("torch", 40)]:
+        with open_llm(model, storage=store, kv_dtype="int8", kernels=kernels) as llm:
+            assert llm._core.facts.kernels == kernels
+            assert from_storage(llm) == cached

@@ -20,6 +20,7 @@ from phloem.kv.layout import PageLayout
 from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
 from phloem.pools import DevicePool
 from phloem.worker import Hooks, WorkerOptions, load_worker
+from tests.kernels.native_build import native_library
 from tests.models.checkpoints import make_checkpoint, make_latent, make_windowed
 from tests.models.driver import Driver, load
 from tests.models.test_against_transformers import prompt
@@ -99,19 +100,23 @@ def test_errors_of_logits_of_tiny_models(models, kind, dtype):
     assert error > LOGITS[dtype] / 4 or dtype == "fp32", "pages are not in that dtype"
 
 
-@pytest.mark.parametrize("kind", ["llama", "v3"])
-def test_torch_and_reference_kernels_agree(models, kind):
-    """Both pack alike. A number at the border of two codes may fall to either side: int8 is fine
+@pytest.mark.parametrize("kind", ["llama", "v3", "gemma3"])
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_fast_and_reference_kernels_agree(models, kind, kernels):
+    """All pack alike. A number at the border of two codes may fall to either side: int8 is fine
     enough that it does not matter."""
-    both = [logits_with(models(kind), kernels=k, kv_dtype="int8") for k in ("torch", "reference")]
+    native_library()
+    both = [logits_with(models(kind), kernels=k, kv_dtype="int8") for k in (kernels, "reference")]
     assert float((both[0] - both[1]).norm() / both[1].norm()) < 3e-3
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8", "fp8", "fp4"])
 @pytest.mark.parametrize("kind", ["llama", "v3"])
-def test_a_bf16_model_reads_packed_pages(models, kind, dtype):
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_a_bf16_model_reads_packed_pages(models, kind, dtype, kernels):
+    native_library()
     want = logits_with(models(kind), kernels="torch")
-    got = logits_with(models(kind), kernels="torch", dtype="bf16", kv_dtype=dtype)
+    got = logits_with(models(kind), kernels=kernels, dtype="bf16", kv_dtype=dtype)
     assert float((got - want).norm() / want.norm()) < LOGITS[dtype] + 0.03
 
 
@@ -140,17 +145,15 @@ def test_a_wrong_scale_is_outside_of_the_bounds(models, monkeypatch, dtype, muta
     assert float((got - want).norm() / want.norm()) > LOGITS[dtype]
 
 
-@pytest.mark.parametrize("options", [{"kernels": "native"}, {"quantization": "int8"}])
-def test_native_kernels_refuse_other_pages_in_one_line(models, options):
-    with pytest.raises(
-        ConfigError, match=r"pages in the model's dtype \(bf16\), and --kv-dtype is"
-    ):
-        load_worker(models("llama"), WorkerOptions(num_pages=4, kv_dtype="int8", **options))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_auto_takes_native_kernels_for_pages_of_any_dtype(models, monkeypatch, dtype):
+    native_library()
+    monkeypatch.setattr("phloem.kernels.cpu_multiplies_bf16", lambda: False)
+    chosen = WorkerOptions(num_pages=4, inline=True, kv_dtype=dtype)
+    assert load_worker(models("llama"), chosen).kernels == "native"
 
 
-def test_auto_kernels_and_auto_dtype(models):
-    chosen = WorkerOptions(num_pages=4, inline=True, kv_dtype="fp8")
-    assert load_worker(models("llama"), chosen).kernels == "torch"
+def test_auto_dtype_is_the_models(models):
     plain = load_worker(models("llama"), WorkerOptions(num_pages=4, inline=True, kernels="torch"))
     assert plain.spec.dtype is KVDtype.BF16
     with pytest.raises(ConfigError, match="unknown dtype 'int4'; supported: fp32, bf16, int8"):

@@ -9,15 +9,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from phloem.attention import MLAAttention
+from phloem.attention import MLAAttention, native_mla
 from phloem.attention.mla import Way
+from phloem.attention.native_mla import NativeLatentAttention
 from phloem.core.errors import ConfigError
-from phloem.worker import WorkerOptions, load_worker
+from phloem.worker import WorkerOptions, forward, load_worker
+from tests.kernels.native_build import native_library
 from tests.models.checkpoints import LATENT, make_latent
 from tests.models.driver import Driver, load
 from tests.models.test_against_transformers import TOLERANCE, Case, prompt, relative_error
 
-WAYS = ["absorbed", "expanded", "cheaper"]
+KERNELS = ["torch", "native"]
+WAYS = [f"{kernels}-{way}" for kernels in KERNELS for way in ("absorbed", "expanded", "cheaper")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built():
+    native_library()
 
 
 @pytest.fixture(scope="module", params=sorted(LATENT))
@@ -28,10 +36,16 @@ def case(request, tmp_path_factory):
 
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch) -> str:
-    """Chunks are computed this way, whatever it costs."""
-    if request.param != "cheaper":
-        forced = partial(MLAAttention, way=Way(request.param))
-        monkeypatch.setattr("phloem.worker.forward.MLAAttention", forced)
+    """Chunks are computed this way, whatever it costs, by the kernels whose name it returns."""
+    kernels, way = request.param.split("-")
+    if way != "cheaper":
+        for owner, kind in ((forward, MLAAttention), (native_mla, NativeLatentAttention)):
+            monkeypatch.setattr(owner, kind.__name__, partial(kind, way=Way(way)))
+    return kernels
+
+
+@pytest.fixture(params=KERNELS)
+def kernels(request) -> str:
     return request.param
 
 
@@ -39,7 +53,7 @@ def way(request, monkeypatch) -> str:
 @pytest.mark.parametrize("pages_per_chunk", [1, 3, None])
 def test_logits_at_every_position_in_any_chunking(case, page_size, pages_per_chunk, way):
     ids = prompt(53)
-    driver = Driver(load(case.path, page_size=page_size))
+    driver = Driver(load(case.path, page_size=page_size, kernels=way))
     driver.admit(0, ids)
     chunk = len(ids) if pages_per_chunk is None else pages_per_chunk * page_size
     driver.prefill(0, ids, 0, chunk)
@@ -47,9 +61,9 @@ def test_logits_at_every_position_in_any_chunking(case, page_size, pages_per_chu
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_ragged_batches_of_prefills_and_decodes(case, page_size):
+def test_ragged_batches_of_prefills_and_decodes(case, page_size, kernels):
     """Rows in different states share every step; each equals the oracle alone on its tokens."""
-    driver = Driver(load(case.path, page_size=page_size))
+    driver = Driver(load(case.path, page_size=page_size, kernels=kernels))
     prompts = {row: prompt(length, row) for row, length in enumerate((5, 37, 16, 1, 23))}
     done = dict.fromkeys(prompts, 0)
     for row, ids in prompts.items():
@@ -73,7 +87,7 @@ def test_ragged_batches_of_prefills_and_decodes(case, page_size):
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_prefix_computed_by_another_row_is_reused(case, page_size, way):
     shared, tail = prompt(32), prompt(9, 1)
-    driver = Driver(load(case.path, page_size=page_size))
+    driver = Driver(load(case.path, page_size=page_size, kernels=way))
     driver.admit(0, shared)
     driver.step(driver.chunk(0, shared, 0, len(shared)))
     ids = shared + tail
@@ -92,17 +106,17 @@ def test_the_definition_agrees_as_well(case):
 
 def test_bf16_stays_within_its_rounding(case, way):
     ids = prompt(40)
-    driver = Driver(load(case.path, page_size=16, dtype="bf16"))
+    driver = Driver(load(case.path, page_size=16, dtype="bf16", kernels=way))
     driver.admit(0, ids)
     driver.prefill(0, ids, 0, 16)
     got, want = driver.logits_of(0), case.logits(ids)
     assert float((got - want).norm() / want.norm()) < 0.03
 
 
-def test_a_page_holds_one_normed_latent_and_one_rotated_key_a_token(case):
+def test_a_page_holds_one_normed_latent_and_one_rotated_key_a_token(case, kernels):
     """Not K and V of every head: 3 layers x (32 + 16) numbers, whatever the heads are."""
     ids = prompt(8)
-    driver = Driver(load(case.path, page_size=4))
+    driver = Driver(load(case.path, page_size=4, kernels=kernels))
     assert driver.loaded.spec.token_bytes == 3 * (32 + 16) * 4
     assert driver.loaded.pool.layout.num_head_groups == 1
     driver.admit(0, ids)
@@ -119,11 +133,11 @@ def test_a_page_holds_one_normed_latent_and_one_rotated_key_a_token(case):
     assert relative_error(page[:, 32:], down[4:, 32:]) > 0.1, "but not of nothing"
 
 
-def test_the_largest_length_that_yarn_stretches_to(tmp_path):
+def test_the_largest_length_that_yarn_stretches_to(tmp_path, kernels):
     """Far beyond the original 64 positions, where stretched and plain angles part."""
     case = Case(tmp_path, make_latent("v3-yarn", tmp_path))
     ids = prompt(400)
-    driver = Driver(load(case.path, page_size=16))
+    driver = Driver(load(case.path, page_size=16, kernels=kernels))
     driver.admit(0, ids)
     driver.prefill(0, ids, 0, 160)
     assert relative_error(driver.logits_of(0), case.logits(ids)) < TOLERANCE
@@ -169,18 +183,31 @@ def test_a_lost_tensor_is_named(tmp_path):
         load(tmp_path, page_size=4)
 
 
-@pytest.mark.parametrize("options", [{"kernels": "native"}, {"quantization": "int8"}])
-def test_native_kernels_refuse_a_latent_in_one_line(tmp_path, options):
-    make_latent("v3", tmp_path)
-    with pytest.raises(ConfigError, match=r"keeps a latent \(MLA\); use --"):
-        load_worker(tmp_path, WorkerOptions(num_pages=4, **options))
+def test_int8_weights_stay_close(case):
+    logits = []
+    for options in ({"kernels": "torch"}, {"quantization": "int8"}):
+        driver, ids = Driver(load(case.path, page_size=4, **options)), prompt(50)
+        driver.admit(0, ids)
+        driver.prefill(0, ids, 0, 12)
+        logits.append(driver.logits_of(0))
+    assert torch.nn.functional.cosine_similarity(*logits, dim=-1).min() > 0.98
 
 
-def test_auto_takes_the_torch_kernels(tmp_path):
+def test_auto_takes_native_kernels_where_products_of_bf16_are_slow(tmp_path, monkeypatch):
     make_latent("v3", tmp_path)
-    assert load_worker(tmp_path, WorkerOptions(num_pages=4, inline=True)).kernels == "torch"
+    for fast, chosen in ((False, "native"), (True, "torch")):
+        monkeypatch.setattr("phloem.kernels.cpu_multiplies_bf16", lambda fast=fast: fast)
+        loaded = load_worker(tmp_path, WorkerOptions(num_pages=4, inline=True))
+        assert loaded.kernels == chosen
+
+
+def test_rows_that_native_kernels_cannot_hold_are_named(tmp_path):
+    make_latent("v2-lite", tmp_path, kv_lora_rank=1024)
+    options = WorkerOptions(num_pages=4, inline=True, kernels="native")
+    with pytest.raises(ConfigError, match=r"rows of at most 1024 numbers .* not of 1040; use --"):
+        load_worker(tmp_path, options)
 
 
 def test_num_parameters_is_what_loads(case):
-    loaded, _ = load(case.path, page_size=4)
+    loaded, _ = load(case.path, page_size=4, kernels="torch")
     assert loaded.config.num_parameters * 4 == loaded.weight_bytes

@@ -132,7 +132,7 @@ def test_ranks_equal_one_rank(path, family, page_size, num_ranks, kind, kernels)
 
 @pytest.mark.parametrize("family", LATENT)
 @pytest.mark.parametrize(("page_size", "num_ranks", "kind"), [(4, 2, "striped"), (1, 4, "random")])
-@pytest.mark.parametrize("kernels", ["torch", "reference"])
+@pytest.mark.parametrize("kernels", ["torch", "reference", "native"])
 def test_ranks_share_latents(path, family, page_size, num_ranks, kind, kernels, monkeypatch):
     """As above, of one row a token that all heads share; a prefill between gaps is absorbed."""
     monkeypatch.setattr(gather_plan, "CONTEXT_BLOCK_TOKENS", 13)

@@ -82,7 +82,7 @@ def test_one_way_for_what_was_cached_and_another_for_the_chunk(path, family, num
 
 @pytest.mark.parametrize("family", LATENT)
 @pytest.mark.parametrize(("page_size", "num_ranks", "kind"), [(4, 2, "striped"), (1, 4, "random")])
-@pytest.mark.parametrize("ops", ["torch", "reference"])
+@pytest.mark.parametrize("ops", ["torch", "reference", "native"])
 def test_latents_travel_too(path, family, page_size, num_ranks, kind, ops, remote, monkeypatch):
     monkeypatch.setattr(gather_plan, "CONTEXT_BLOCK_TOKENS", 13)
     monkeypatch.setattr(bands, "FULL_BAND", 5)

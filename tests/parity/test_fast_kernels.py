@@ -16,14 +16,21 @@ import torch
 from phloem.cache import check_invariants
 from phloem.core.tokens import TOKEN_BYTES
 from phloem.tiers import TierConfig
+from tests.kernels.native_build import native_library
 from tests.models.checkpoints import make_checkpoint, make_latent
 from tests.parity.rig import Cold, Rig, check_all, leaves, raw_copies, settle, tokens_of
 from tests.parity.test_journeys import words
 from tests.parity.test_tiers import chat
 
+KERNELS = ["torch", "native"]
 # Error of the logits of a position over their norm, at most; a page read as another dtype, or a
 # token's scale for another's, is far beyond all of them.
 NEAR = {"bf16": 0.01, "int8": 0.03, "fp8": 0.1, "fp4": 0.35}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    native_library()
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +47,17 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(
+    ("kernels", "page_size", "ranks"),
+    [("torch", 1, 1), ("torch", 4, 2), ("native", 4, 1), ("native", 1, 2)],
+)
 def test_a_chat_of_latents_through_host_and_storage_equals_cold(
-    latent: Path, tmp_path: Path, page_size: int, ranks: int
+    latent: Path, tmp_path: Path, kernels: str, page_size: int, ranks: int
 ) -> None:
-    cold = Cold(latent)
+    cold = Cold(latent, kernels=kernels)
     pages = 88 // page_size
     shape = {"page_size": page_size, "num_pages": pages, "host_pages": 4 * pages}
+    shape["kernels"] = kernels
     shape["tiers"] = TierConfig(prefetch_policy="wait_complete")
     with Rig(latent, **shape, store=tmp_path, ranks=ranks) as rig:
         cached = chat(rig, 50, 9)
@@ -60,9 +70,11 @@ def test_a_chat_of_latents_through_host_and_storage_equals_cold(
         check_all(rig, cold)
 
 
-def test_latents_under_retraction_and_chunks_equal_cold(latent: Path) -> None:
-    cold = Cold(latent)
-    with Rig(latent, page_size=4, num_pages=40, max_prefill_tokens=16) as rig:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_latents_under_retraction_and_chunks_equal_cold(latent: Path, kernels: str) -> None:
+    cold = Cold(latent, kernels="torch")
+    shape = {"page_size": 4, "num_pages": 40, "max_prefill_tokens": 16}
+    with Rig(latent, **shape, kernels=kernels) as rig:
         for i in range(6):
             rig.add(words(20 + i, 5 + 11 * i), 60)
         rig.loop.run_until_idle()
@@ -72,19 +84,22 @@ def test_latents_under_retraction_and_chunks_equal_cold(latent: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["heads", "latent"])
 @pytest.mark.parametrize("dtype", list(NEAR))
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_a_chat_in_packed_pages_stays_near_cold(
-    request: pytest.FixtureRequest, tmp_path: Path, kind: str, dtype: str
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, dtype: str, kernels: str
 ) -> None:
+    """The kernels that find pages in storage are the others: pages do not name who made them."""
     path = request.getfixturevalue(kind)
-    cold = Cold(path, kernels="torch", kv_dtype=dtype)
+    other = KERNELS[1 - KERNELS.index(kernels)]
+    cold = Cold(path, kernels=kernels, kv_dtype=dtype)
     shape = {"page_size": 4, "num_pages": 18, "host_pages": 80, "max_prefill_tokens": 16}
     shape["tiers"] = TierConfig(prefetch_policy="wait_complete")
-    with Rig(path, **shape, kernels="torch", kv_dtype=dtype, store=tmp_path) as rig:
+    with Rig(path, **shape, kernels=kernels, kv_dtype=dtype, store=tmp_path) as rig:
         chat(rig, 60, 7)
         assert sum(a.sources.host for a in rig.answers.values()) > 0
         check_near(rig, cold, NEAR[dtype])
         last = max(rig.answers.values(), key=lambda a: len(a.prompt)).prompt
-    with Rig(path, **shape, kernels="torch", kv_dtype=dtype, store=tmp_path) as rig:
+    with Rig(path, **shape, kernels=other, kv_dtype=dtype, store=tmp_path) as rig:
         assert rig.ask(last, 3).sources.storage > 0
         check_near(rig, cold, NEAR[dtype])
 

@@ -19,7 +19,7 @@ from phloem.models.row import Row
 from phloem.tiers import TierConfig
 from phloem.worker.inputs import RankShare
 from tests.kernels.native_build import native_library
-from tests.models.checkpoints import make_model, make_windowed
+from tests.models.checkpoints import LATENT, make_latent, make_model, make_windowed
 from tests.parity.conftest import Models, Windowed
 from tests.parity.exact import check_exact, sum_row_by_row
 from tests.parity.rig import Cold, Rig, check_all
@@ -194,7 +194,14 @@ def test_a_row_of_processes(models: Models) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "cp", "way"),
-    [("llama", 1, "direct"), ("gemma3", 2, "gather_kv"), ("gpt_oss", 2, "direct")],
+    [
+        ("llama", 1, "direct"),
+        ("gemma3", 2, "gather_kv"),
+        ("gpt_oss", 2, "direct"),
+        ("v2-lite", 1, "direct"),
+        ("v3", 2, "send_q"),
+        ("v3-yarn", 2, "gather_kv"),
+    ],
 )
 def test_native_kernels_compute_a_part_of_a_layer(
     tmp_path: Path, kind: str, cp: int, way: str
@@ -203,10 +210,13 @@ def test_native_kernels_compute_a_part_of_a_layer(
     native_library()
     if kind == "llama":
         make_model(kind, intermediate_size=128).save_pretrained(tmp_path)
+    elif kind in LATENT:
+        make_latent(kind, tmp_path, intermediate_size=128)
     else:
         make_windowed(kind, tmp_path, window=8, intermediate_size=128)
     cold = Cold(tmp_path)
-    windows = {} if kind == "llama" else {"window_pages": 30, "window_host_pages": 80}
+    windowed = kind not in ("llama", *LATENT)
+    windows = {"window_pages": 30, "window_host_pages": 80} if windowed else {}
     with Rig(
         tmp_path,
         page_size=4,

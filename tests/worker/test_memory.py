@@ -99,6 +99,7 @@ def test_copies_of_all_pages_of_all_others_stay_within_their_bound(ranks: int) -
         ("llama", "native", 0.1),
         ("gemma3", "torch", 0.25),
         ("v3", "torch", 0.25),
+        ("v3", "native", 0.1),
     ],
 )
 def test_a_maximal_prefill_with_logprobs_stays_within_its_bound(
