@@ -215,6 +215,7 @@ class LLM:
         """Give back memory and threads. Idempotent."""
         core, self._core = self._core, None
         if core is not None:
+            core.farewell()
             core.close()
 
     def __enter__(self) -> Self:
