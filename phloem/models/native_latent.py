@@ -67,6 +67,10 @@ class NativeLatentDecoder:
         return self._weights.dtype
 
     @property
+    def num_positions(self) -> int:
+        return int(self._rope.cos.shape[0])
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of what this decoder holds."""
         return self._weights.num_bytes
