@@ -116,6 +116,11 @@ class Group(Protocol[TensorT]):
         """The axis of the mesh: `cp`, `tp`, ..."""
         ...
 
+    @property
+    def members(self) -> Sequence[int]:
+        """The numbers by which errors name its ranks: those that they have among all."""
+        ...
+
     def barrier(self, timeout_s: float | None = None) -> None:
         """Return when every rank has come here."""
         ...

@@ -190,7 +190,8 @@ def _own_worker(
     options: WorkerOptions, runner: Runner, pools: Sequence[DevicePool], place: RankPlace | None
 ) -> InlineWorker | TorchWorker:
     make_worker = InlineWorker if options.inline else TorchWorker
-    return make_worker(runner, pools, None if place is None else place.group)
+    # Ranks whose pages have one owner are one row, and in no other group.
+    return make_worker(runner, pools, None if place is None else place.group or place.row)
 
 
 def _reach(

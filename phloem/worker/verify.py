@@ -33,7 +33,7 @@ class FreePages:
 
 
 def verify_free_pages(group: Group[Tensor], step: int, free: FreePages) -> None:
-    """Compare with all ranks, each of which calls this before `step`.
+    """Compare with all ranks of `group`, each of which calls this before `step`.
 
     Raises GroupError, on all of them alike, if some rank's copy differs from the record.
     """
@@ -45,15 +45,15 @@ def verify_free_pages(group: Group[Tensor], step: int, free: FreePages) -> None:
         return
     rows = [torch.empty_like(own) for _ in range(group.size)]
     group.all_gather(rows, own)  # all of them have seen it: all come here
-    wrong = tuple(rank for rank, row in enumerate(rows) if not row.equal(said))
-    pools = rows[wrong[0]].ne(said).nonzero().flatten().tolist()
+    wrong = [at for at, row in enumerate(rows) if not row.equal(said)]
+    first = rows[wrong[0]]
     differs = ", ".join(
-        f"{int(rows[wrong[0]][at])} in {list(free.said)[at]} (the leader: {int(said[at])})"
-        for at in pools
+        f"{int(first[at])} in {list(free.said)[at]} (the leader: {int(said[at])})"
+        for at in first.ne(said).nonzero().flatten().tolist()
     )
-    whose = "its" if group.rank in wrong else f"rank {wrong[0]}'s"
+    whose = "its" if group.rank in wrong else f"rank {group.members[wrong[0]]}'s"
     raise GroupError(
         f"{whose} copy of the cache has other free pages than the leader's at step {step}: "
         f"{differs}",
-        ranks=wrong,
+        ranks=tuple(group.members[at] for at in wrong),
     )

@@ -57,7 +57,7 @@ def test_rows_of_processes_answer_as_one_rank(
     """A row owns pages: the memory of two pools where cp is 2, whatever tp is."""
     before = set(rank_pids(os.getpid()))
     settings = {"remote_kv": remote_kv, "host_memory": "1MB", "num_pages": 120}
-    with open_llm(model, cp, tp=2, **settings) as llm:
+    with open_llm(model, cp, tp=2, verify_collectives=True, **settings) as llm:
         assert len(set(rank_pids(os.getpid())) - before) == 2 * cp - 1
         rows = dict(startup_rows(llm._core.facts))
         assert rows["pages"].replace(",", "") == str(120 * cp)

@@ -55,6 +55,16 @@ def test_o27_one_page_on_one_rank_is_noticed_by_all(pool: str, drift: int) -> No
         )
 
 
+def test_a_rank_is_named_by_its_number_among_all() -> None:
+    """Of two rows of two, ranks 1 and 3 are a group. Red if it is named by its place there: it
+    would not know itself, and blame another one."""
+    groups = local_groups(2, members=(1, 3))
+    errors = compare(groups, [SAID, {**SAID, "host pages": 31}])
+    assert [error is not None and error.ranks for error in errors] == [(3,), (3,)]
+    assert str(errors[0]).startswith("rank 3's copy of the cache")
+    assert str(errors[1]).startswith("its copy of the cache")
+
+
 def test_a_copy_without_a_pool_is_another_copy() -> None:
     errors = compare(local_groups(2), [SAID, {"pages of owner 0": 7, "host pages": 30}])
     assert [error is not None and error.ranks for error in errors] == [(1,), (1,)]
