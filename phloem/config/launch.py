@@ -48,6 +48,10 @@ def launch_from(environ: Mapping[str, str]) -> Launch | None:
     address = environ.get("MASTER_ADDR", "")
     if not address:
         raise ConfigError("WORLD_SIZE is set, but MASTER_ADDR is not: name rank 0's machine")
+    try:
+        address.encode("idna")  # as whoever looks it up does
+    except UnicodeError:
+        raise ConfigError(f"MASTER_ADDR must be a name or an address, got {address!r}") from None
     by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Launch(
         rank=rank,

@@ -52,7 +52,11 @@ def _serve(launch: Launch, met: Met, timeout_s: float) -> int:
     def take(config: Config) -> RankPlace:
         if seat is not None:
             return seat.take()
-        group = met_group(launch, met.store, met.address, timeout_s)
+        try:
+            group = met_group(launch, met.store, met.address, timeout_s)
+        except EngineDead as error:  # the leader sees only that this rank does not come
+            logger.error("%s", error)
+            raise
         axis = ShardAxis(mesh=config.parallel.mesh, ranks_per_owner=1)
         return group_place(group, axis, config.scheduler.max_running)
 

@@ -48,6 +48,7 @@ def test_a_process_that_stands_alone_is_no_rank(environ: dict[str, str]) -> None
         ({"RANK": "2"}, "from 0 to 1, got '2'"),
         ({"WORLD_SIZE": "many"}, "WORLD_SIZE must be a number"),
         ({"MASTER_ADDR": None}, "MASTER_ADDR is not"),
+        ({"MASTER_ADDR": "node..0"}, "MASTER_ADDR must be a name or an address"),
         ({"MASTER_PORT": None}, "MASTER_PORT is not"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT must be a number"),
         ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE must be"),
