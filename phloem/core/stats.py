@@ -149,4 +149,4 @@ class EngineStats:
     finished_total: tuple[tuple[str, int], ...] = ()  # (FinishReason.value, count)
     compute_s_total: float = 0.0  # time spent inside steps
     tiers: TierStats | None = None  # None: the device only
-    remote: RemoteStats | None = None  # None: one rank
+    remote: RemoteStats | None = None  # None: all pages have one owner

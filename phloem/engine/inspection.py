@@ -97,10 +97,10 @@ def _decision(decision: Decision) -> dict[str, Any]:
 def list_remote(chooser: RemoteChooser | None, limit: int) -> dict[str, Any]:
     """How steps read pages of other ranks: counts, what was measured, and the newest decisions.
 
-    Raises ConfigError on an engine of one rank.
+    Raises ConfigError where all pages have one owner.
     """
     if chooser is None:
-        raise ConfigError("this engine has one rank, which reads no pages of others")
+        raise ConfigError("all pages of this engine have one owner: no rank reads pages of others")
     stats = chooser.stats()
     return {
         "steps": [{"cached": c, "own": o, "steps": n} for c, o, n in stats.steps_total],
