@@ -25,6 +25,7 @@ class FakeReplicas:
     def __init__(self, cells: _Ints, num_pages: int, poison: int) -> None:
         self._cells, self._num_pages, self._poison = cells, num_pages, poison
         self._read: dict[tuple[int, int], int] = {}  # (rank, page) -> what is read in its stead
+        self._made = self._cells[:0]  # what the pages that the step copies hold before it
         self.num_reads = 0  # of a replica, by a rank for a row in a step
 
     @property
@@ -42,12 +43,15 @@ class FakeReplicas:
             key = self._rank(copy), page
             assert key not in self._read, f"rank {key[0]} reads another replica of page {page}"
             self._read[key] = copy
+        self._made = self._cells[self._flat(changes.made)]
         self._cells[self._flat(changes.made_at)] = self._poison
 
     def end(self, changes: ReplicaPlan | None) -> None:
-        """What a step has made."""
+        """What a step has made, of pages that are whole all the while: it may copy at any time."""
         if changes is not None:
-            self._cells[self._flat(changes.made_at)] = self._cells[self._flat(changes.made)]
+            pages = self._cells[self._flat(changes.made)]
+            assert np.array_equal(pages, self._made), "a page changes while it is copied"
+            self._cells[self._flat(changes.made_at)] = pages
 
     def fault(self, ranks: Iterable[int], pages: Iterable[int]) -> str | None:
         """What is wrong with what these ranks read of these pages."""

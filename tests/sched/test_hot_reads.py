@@ -9,6 +9,7 @@ import pytest
 from phloem.cache import ReplicaConfig, check_invariants
 from phloem.core.plan import ReplicaPlan
 from phloem.core.refs import owner_of
+from phloem.sched.hot_reads import HotReads
 from tests.sched.rig import Rig, prompt_of
 from tests.sched.test_random_walk import add_some
 
@@ -88,6 +89,21 @@ def test_a_slot_that_a_replica_leaves_is_freed_in_the_same_plan():
     plan = next(plan for plan in rig.worker.plans if plan.replicas and len(plan.replicas.gone))
     assert set(plan.replicas.gone_at.tolist()) <= replicas
     assert replicas <= set(plan.freed_pages.tolist())
+
+
+def test_a_copy_of_what_the_same_step_computes_is_noticed(monkeypatch):
+    """A mutation: a worker may copy at the beginning of the step, when nothing is there yet."""
+
+    def read(self, row, page, *, times):
+        end = (row.start + row.count) // P
+        table = self._running.get(row.serial).reservation.refs[:end]
+        return self._cache.leader.replicas.read((0, 1), table, times)
+
+    monkeypatch.setattr(HotReads, "_read", read)
+    rig = rig_of()
+    rig.add("a", prompt_of(random.Random(5), 8 * P), max_tokens=1)
+    with pytest.raises(AssertionError, match="changes while it is copied"):
+        rig.run()
 
 
 @pytest.mark.parametrize("seed", range(6))
