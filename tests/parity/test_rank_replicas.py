@@ -194,7 +194,7 @@ def test_ranks_that_share_no_memory_read_replicas(tiny: Path, cold: Cold) -> Non
         max_running=4,
         ranks=2,
         apart=True,
-        remote=Remote.GATHER_KV,
+        remote=ways_of("gather_kv"),
         replicas=EAGER,
     ) as rig:
         journey(rig, "gather_kv", "apart", 4)
@@ -216,7 +216,7 @@ def test_rows_of_ranks_copy_what_each_holds(models: Models, kind: str, way: str)
         max_running=4,
         tp=2,
         ranks=2,
-        remote=Remote(way),
+        remote=ways_of(way),
         replicas=EAGER,
     ) as rig:
         journey(rig, way, kind, 4)
