@@ -50,7 +50,14 @@ def check_twice(llm: LLM, expected: list[tuple[int, ...]]) -> None:
     assert llm.operate(VerifyCache()) == {"ok": True}
 
 
-@pytest.mark.parametrize(("cp", "remote_kv"), [(1, "direct"), (2, "direct"), (2, "gather_kv")])
+@pytest.mark.parametrize(
+    ("cp", "remote_kv"),
+    [
+        (1, "direct"),
+        pytest.param(2, "direct", marks=pytest.mark.long),
+        (2, "gather_kv"),
+    ],
+)
 def test_rows_of_processes_answer_as_one_rank(
     model: Path, expected: list[tuple[int, ...]], cp: int, remote_kv: str
 ) -> None:

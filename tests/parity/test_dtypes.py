@@ -64,7 +64,14 @@ def journey(rig: Rig, history: list[int], turns: int) -> list[int]:
     return history
 
 
-@pytest.mark.parametrize(("kind", "dtype", "page_size", "pages"), CELLS, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "page_size", "pages"),
+    [
+        # Half by default: `test_rank_matrix.py` has most of these again on several ranks.
+        pytest.param(*cell, marks=() if i % 2 else pytest.mark.long)
+        for i, cell in enumerate(CELLS)
+    ],
+)
 def test_device_host_storage_and_restart_equal_cold_to_the_last_bit(
     models: Models, tmp_path: Path, kind: str, dtype: str, page_size: int, pages: int
 ) -> None:
