@@ -6,7 +6,7 @@ compared with the cold one rank's.
 
 Where pages are read in place equality is to the last bit (`exact.py`), with tp against a cold row
 of so many ranks. Against the cold one rank sums over tp, and partial results that are merged, round
-elsewhere: logits are then within 1e-4, and of a page's codes hardly one differs (one that lay on
+elsewhere: logits are then within 1e-4, and of a page's codes few differ (one that lay on
 the edge between two). What a journey may never do is change a byte: every copy anywhere is what
 some step has written (`Versions`).
 """
@@ -46,7 +46,9 @@ WAYS = {
     "send_q": RemoteWays.all(Remote.SEND_Q),
 }
 Cell = tuple[tuple[int, int], str, str, str, str]
-ODD_CODES = 0.01  # of a page's codes may lie on the other side of an edge
+ODD_CODES = (
+    0.05  # of a page: one on the other side of an edge moves some of those that follow from it
+)
 
 PRODUCT = tuple(itertools.product(MESHES, KINDS, DTYPES, SOURCES, tuple(WAYS)))
 CELLS = pairwise(MESHES, KINDS, DTYPES, SOURCES, tuple(WAYS))
