@@ -6,19 +6,16 @@ learns how.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch._C._distributed_c10d import Store
 
 from phloem.config.launch import Launch
 from phloem.core.errors import EngineDead, GroupError
 from phloem.core.mesh import ShardAxis
 from phloem.engine.meeting import Meeting, open_store
-from phloem.engine.rank_seats import rank_seats, size_memory
+from phloem.engine.rank_seats import rank_seats
 from phloem.engine.rank_talk import RankTalk
 from phloem.engine.seat_passing import send_seat
 from phloem.groups import TorchGroup
-from phloem.kv.layout import PageLayout
 from phloem.worker import RankPlace, Wire
 from phloem.worker.peers import PATIENCE_S, group_place
 
@@ -35,16 +32,16 @@ class JoinedRanks(RankTalk):
         self._store, self._address = meeting.store, meeting.address
         self._socks = meeting.gather(timeout_s)
         self._wires = [Wire(sock) for sock in self._socks]
-        self._place: RankPlace | None = None
 
     @property
     def wires(self) -> list[Wire]:
         return self._wires
 
     def _take_place(self, max_running: int) -> RankPlace:
+        if self._own is not None:
+            return super()._take_place(max_running)
         group = met_group(self._launch, self._store, self._address, self._timeout_s)
-        self._place = group_place(group, self._axis, max_running)
-        return self._place
+        return group_place(group, self._axis, max_running)
 
     def end_of(self, rank: int) -> str:  # noqa: ARG002 - all of them are elsewhere
         return "its connection has closed"
@@ -56,8 +53,7 @@ class JoinedRanks(RankTalk):
         for wire in self._wires:
             wire.shut()
             wire.close()
-        if self._place is not None:
-            self._place.leave()
+        self._leave_place()
 
 
 class SeatedRanks(JoinedRanks):
@@ -78,21 +74,6 @@ class SeatedRanks(JoinedRanks):
         finally:
             for seat in seats:
                 seat.close()
-
-    def place(
-        self, layouts: Sequence[PageLayout], host_pages: tuple[int, ...], max_running: int
-    ) -> RankPlace:
-        size_memory(self._own, layouts, max_running)  # before they map it
-        return super().place(layouts, host_pages, max_running)
-
-    def _take_place(self, max_running: int) -> RankPlace:  # noqa: ARG002 - its size is known
-        self._place = self._own.take()
-        return self._place
-
-    def kill(self) -> None:
-        if self._place is None:
-            self._own.close()
-        super().kill()
 
 
 def met_group(launch: Launch, store: Store, address: str, timeout_s: float) -> TorchGroup:

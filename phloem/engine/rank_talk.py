@@ -17,6 +17,7 @@ from phloem.engine.rank_messages import (
     ToRank,
     receive,
 )
+from phloem.engine.rank_seats import RankSeat, size_memory
 from phloem.kv.layout import PageLayout
 from phloem.worker import LoadedWorker, RankPlace, Wire, packed
 
@@ -27,6 +28,9 @@ MessageT = TypeVar("MessageT")
 
 class RankTalk(abc.ABC):
     """Ranks 1 ... size - 1, by their wires, and the place of rank 0."""
+
+    _own: RankSeat | None = None  # rank 0's, where ranks share memory
+    _place: RankPlace | None = None  # once it has been taken
 
     @property
     @abc.abstractmethod
@@ -45,10 +49,6 @@ class RankTalk(abc.ABC):
     def kill(self) -> None:
         """End all at once, and give everything back: after an error before the first step."""
 
-    @abc.abstractmethod
-    def _take_place(self, max_running: int) -> RankPlace:
-        """Rank 0's place; the others take theirs meanwhile."""
-
     def start(self, config: Config, own_pages: Sequence[int]) -> tuple[int, ...]:
         """Say what to load. The pages that every rank can have, this one (`own_pages`) included.
 
@@ -63,9 +63,12 @@ class RankTalk(abc.ABC):
         self, layouts: Sequence[PageLayout], host_pages: tuple[int, ...], max_running: int
     ) -> RankPlace:
         """Say how large the pools are, let the ranks load, and take rank 0's place."""
+        if self._own is not None:
+            size_memory(self._own, layouts, max_running)  # before they map it
         device = tuple(layout.num_pages for layout in layouts)
         self._tell(RankPages(device, host_pages))
-        return self._take_place(max_running)
+        self._place = self._take_place(max_running)
+        return self._place
 
     def wait_ready(self, own: LoadedWorker) -> None:
         """Return when all have loaded what rank 0 has. Raises ConfigError or EngineDead if not."""
@@ -74,6 +77,17 @@ class RankTalk(abc.ABC):
             theirs = self._await(rank, RankReady)
             if theirs != mine:
                 raise ConfigError(f"rank {rank} has loaded {theirs}, but rank 0 {mine}")
+
+    def _take_place(self, max_running: int) -> RankPlace:  # noqa: ARG002 - a seat has its size
+        """Rank 0's place; the others take theirs meanwhile."""
+        assert self._own is not None, "who has no seat takes a place of another kind"
+        return self._own.take()
+
+    def _leave_place(self) -> None:
+        if self._place is not None:
+            self._place.leave()
+        elif self._own is not None:
+            self._own.close()
 
     def _tell(self, message: ToRank) -> None:
         frame = packed(message)

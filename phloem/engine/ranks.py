@@ -14,14 +14,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phloem.core.mesh import ShardAxis
-from phloem.engine.rank_seats import RankSeat, rank_seats, size_memory
+from phloem.engine.rank_seats import RankSeat, rank_seats
 from phloem.engine.rank_talk import RankTalk
-from phloem.kv.layout import PageLayout
-from phloem.worker import RankPlace, Wire
+from phloem.worker import Wire
 
 __all__ = ["Ranks"]
 
@@ -44,7 +42,6 @@ class Ranks(RankTalk):
         """Start the processes; they wait for `start`."""
         seats = rank_seats(axis, num_components)
         self._own = seats[0]
-        self._place: RankPlace | None = None  # once the seat has been taken
         self._ranks: dict[int, _Rank] = {}
         try:
             for rank, seat in enumerate(seats[1:], 1):
@@ -59,16 +56,6 @@ class Ranks(RankTalk):
     @property
     def wires(self) -> list[Wire]:
         return [rank.wire for rank in self._ranks.values()]
-
-    def place(
-        self, layouts: Sequence[PageLayout], host_pages: tuple[int, ...], max_running: int
-    ) -> RankPlace:
-        size_memory(self._own, layouts, max_running)  # before they map it
-        return super().place(layouts, host_pages, max_running)
-
-    def _take_place(self, max_running: int) -> RankPlace:  # noqa: ARG002 - its size is known
-        self._place = self._own.take()
-        return self._place
 
     def end_of(self, rank: int) -> str:
         process = self._ranks[rank].process
@@ -96,10 +83,7 @@ class Ranks(RankTalk):
             each.process.kill()
             each.process.wait()
             each.wire.close()
-        if self._place is None:
-            self._own.close()
-        else:
-            self._place.leave()
+        self._leave_place()
 
 
 def _spawn(rank: int, seat: RankSeat) -> _Rank:
