@@ -12,6 +12,7 @@ import pytest
 from phloem.core.remote import Remote, RemoteWays
 from phloem.kv.sizing import least_window_pages
 from phloem.worker import SampledTokens
+from tests.parity.come_and_go import come_and_go
 from tests.parity.conftest import Models, Windowed
 from tests.parity.rig import Cold, Rig, check_all
 from tests.parity.test_journeys import words
@@ -29,8 +30,7 @@ CELLS = [
 def test_requests_that_come_and_go_over_a_small_pool(
     models: Models, kind: str, ranks: int, way: str, overlap: bool, kernels: str
 ) -> None:
-    """Chunks, decodes and hits in one step, retractions and aborts: a request's next token is
-    often sampled by another rank than the one that computes it."""
+    """A request's next token is often sampled by another rank than the one that computes it."""
     path, rng = models(kind), random.Random(f"{kind} {ranks}")
     with Rig(
         path,
@@ -44,19 +44,7 @@ def test_requests_that_come_and_go_over_a_small_pool(
         remote=RemoteWays.all(Remote(way)),
         apart=True,
     ) as rig:
-        heads = [words(rng.randrange(999), rng.randrange(5, 40)) for _ in range(3)]
-        names = []
-        for i in range(12):
-            names.append(
-                rig.add(rng.choice(heads) + words(i, rng.randrange(1, 20)), rng.randrange(1, 30))
-            )
-            for _ in range(rng.randrange(4)):
-                rig.loop.step()
-            if rng.random() < 0.2:
-                rig.loop.abort(rng.choice(names))
-        rig.loop.run_until_idle()
-        assert sum(answer.cached for answer in rig.answers.values()) > 0
-        assert rig.cache.leader.evicted_pages > 0
+        come_and_go(rig, rng, 12)
         check_all(rig, Cold(path))
 
 

@@ -14,9 +14,9 @@ import pytest
 from phloem.kv.sizing import least_window_pages
 from phloem.tiers import TierConfig
 from tests.models.test_windows import pairwise
+from tests.parity.come_and_go import come_and_go
 from tests.parity.conftest import Windowed
 from tests.parity.rig import Cold, Rig, check_all
-from tests.parity.test_journeys import words
 from tests.parity.test_tiers import chat
 
 PLACEMENTS = ("striped", "contiguous")
@@ -27,7 +27,6 @@ CASES = pairwise((2, 4), PLACEMENTS, (1, 4), (True, False), ("auto", "torch"))
 def test_requests_that_come_and_go_over_a_small_pool(
     tiny: Path, cold: Cold, ranks: int, placement: str, page_size: int, overlap: bool, kernels: str
 ) -> None:
-    """Chunks, decodes and hits in one step, retractions and aborts: owners change all the time."""
     rng = random.Random(f"{ranks} {placement} {page_size}")
     with Rig(
         tiny,
@@ -40,19 +39,7 @@ def test_requests_that_come_and_go_over_a_small_pool(
         ranks=ranks,
         placement=placement,
     ) as rig:
-        heads = [words(rng.randrange(999), rng.randrange(5, 40)) for _ in range(3)]
-        names = []
-        for i in range(16):
-            names.append(
-                rig.add(rng.choice(heads) + words(i, rng.randrange(1, 20)), rng.randrange(1, 30))
-            )
-            for _ in range(rng.randrange(4)):
-                rig.loop.step()
-            if rng.random() < 0.2:
-                rig.loop.abort(rng.choice(names))
-        rig.loop.run_until_idle()
-        assert sum(answer.cached for answer in rig.answers.values()) > 0
-        assert rig.cache.leader.evicted_pages > 0
+        come_and_go(rig, rng, 16)
         check_all(rig, cold)
 
 

@@ -20,6 +20,7 @@ from phloem.tiers import TierConfig
 from phloem.worker.inputs import RankShare
 from tests.kernels.native_build import native_library
 from tests.models.checkpoints import LATENT, make_latent, make_model, make_windowed
+from tests.parity.come_and_go import come_and_go
 from tests.parity.conftest import Models, Windowed
 from tests.parity.exact import check_exact, sum_row_by_row
 from tests.parity.rig import Cold, Rig, check_all
@@ -45,7 +46,6 @@ WAIT = TierConfig(prefetch_policy="wait_complete")
 def test_requests_that_come_and_go_over_a_small_pool(
     models: Models, kind: str, tp: int, cp: int, way: str, kernels: str
 ) -> None:
-    """Chunks, decodes and hits in one step, retractions and aborts."""
     path, rng = models(kind), random.Random(f"{kind} {tp} {cp}")
     cold = Cold(path)
     with Rig(
@@ -59,19 +59,7 @@ def test_requests_that_come_and_go_over_a_small_pool(
         remote=RemoteWays.all(Remote(way)),
         kernels=kernels,
     ) as rig:
-        heads = [words(rng.randrange(999), rng.randrange(5, 40)) for _ in range(3)]
-        names = []
-        for i in range(12):
-            names.append(
-                rig.add(rng.choice(heads) + words(i, rng.randrange(1, 20)), rng.randrange(1, 30))
-            )
-            for _ in range(rng.randrange(4)):
-                rig.loop.step()
-            if rng.random() < 0.2:
-                rig.loop.abort(rng.choice(names))
-        rig.loop.run_until_idle()
-        assert sum(answer.cached for answer in rig.answers.values()) > 0
-        assert rig.cache.leader.evicted_pages > 0
+        come_and_go(rig, rng, 12)
         check_all(rig, cold)
 
 
