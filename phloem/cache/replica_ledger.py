@@ -59,10 +59,12 @@ class ReplicaLedger:
         self._holders = np.zeros(num_pages, dtype=np.uint64)
         self._ready = np.zeros(num_pages, dtype=np.uint64)
         self._wanted: list[dict[int, None]] = [{} for _ in state.allocators]
+        # By owner: its replicas, the next one to give way last. Sorted when asked for; forgotten
+        # when some are made or read, not with each page that is taken.
+        self._turns: list[list[int]] = [[] for _ in state.allocators]
         self._making: dict[int, int] = {}  # replica -> the step that makes it
         self._told: set[int] = set()  # replicas that workers know to be ready
-        self._made: dict[int, int] = {}  # for the next plan: replica -> page
-        self._fresh: dict[int, int] = {}
+        self._fresh: dict[int, int] = {}  # for the next plan: replica -> page
         self._gone: list[_Pair] = []
         self._reason = PAGE_LEFT
         self._dropped: Counter[str] = Counter({ROOM: 0, COLD: 0, PAGE_LEFT: 0})
@@ -107,11 +109,16 @@ class ReplicaLedger:
         missing = num_pages - self._state.allocators[owner].num_free
         if missing <= 0:
             return
-        held = self._state.replicas.held_by(owner)
-        replicas = np.fromiter(held, REF_DTYPE, len(held))
-        pages = self._flat(np.fromiter(held.values(), REF_DTYPE, len(held)))
-        first = self._policy.coldest_first(pages)[:missing]
-        self._drop(replicas[first].tobytes(), ROOM)
+        turns = self._turns[owner]
+        if not turns:
+            replicas, pages = self._held(owner)
+            turns += replicas[self._policy.coldest_first(pages)[::-1]].tolist()
+        held, first = self._state.replicas.held_by(owner), array("q")
+        while turns and len(first) < missing:
+            replica = turns.pop()
+            if replica in held:  # still
+                first.append(replica)
+        self._drop(first.tobytes(), ROOM)
 
     def taken(self, refs: bytes) -> None:
         """These pages hold something else from now on."""
@@ -131,6 +138,7 @@ class ReplicaLedger:
         if not len(pages):
             return 0
         hot = self._policy.read(pages, times)
+        self._forget_turns()
         holders, ready = self._holders[pages], self._ready[pages]
         served = 0
         for owner in owners:
@@ -149,21 +157,23 @@ class ReplicaLedger:
         """What the plan of `step` says; called once for each, after all of its pages are taken."""
         if self._policy.step():
             self._drop_cold()
+        made: dict[int, int] = {}
         for owner, wanted in enumerate(self._wanted):
             if wanted:
-                self._replicate(owner, wanted, step)
-        if not (self._made or self._fresh or self._gone):
+                made |= self._replicate(owner, wanted)
+        if not (made or self._fresh or self._gone):
             return None
+        self._making.update(dict.fromkeys(made, step))
         plan = ReplicaPlan(
-            made=_refs(self._made.values()),
-            made_at=_refs(self._made),
+            made=_refs(made.values()),
+            made_at=_refs(made),
             ready=_refs(self._fresh.values()),
             ready_at=_refs(self._fresh),
             gone=_refs(page for page, _ in self._gone),
             gone_at=_refs(replica for _, replica in self._gone),
         )
         self._told.update(self._fresh)
-        self._made, self._fresh, self._gone = {}, {}, []
+        self._fresh, self._gone = {}, []
         return plan
 
     def finished(self, step: int) -> None:
@@ -182,7 +192,8 @@ class ReplicaLedger:
         for owner, ready in enumerate(pages):
             self._mark(self._ready, owner, ready)
 
-    def _replicate(self, owner: int, wanted: dict[int, None], step: int) -> None:
+    def _replicate(self, owner: int, wanted: dict[int, None]) -> dict[int, int]:
+        """Replica -> page of those that the owner is to make."""
         limit = min(self._budget(owner), self.config.pages_per_step)
         pages: list[int] = []
         while wanted and len(pages) < limit:
@@ -191,15 +202,14 @@ class ReplicaLedger:
             if self._may_have(owner, page):
                 pages.append(page)
         if not pages:
-            return
+            return {}
         packed = array("q", pages).tobytes()
         replicas = cast(bytes, self._log.append(commands.replicate(owner, packed)))
         self.taken(replicas)
         self._made_pages += len(pages)
-        for page, replica in zip(pages, array("q", replicas), strict=True):
-            self._making[replica] = step
-            self._made[replica] = page
+        self._turns[owner].clear()
         self._mark(self._holders, owner, pages)
+        return dict(zip(array("q", replicas), pages, strict=True))
 
     def _may_have(self, owner: int, page: int) -> bool:
         """Is it still there, and what was read? A page that is taken anew is no longer hot."""
@@ -218,13 +228,22 @@ class ReplicaLedger:
         return int(self.config.fraction * capacity)
 
     def _drop_cold(self) -> None:
+        self._forget_turns()
         for owner in range(len(self._state.allocators)):
-            held = self._state.replicas.held_by(owner)
-            replicas = np.fromiter(held, REF_DTYPE, len(held))
-            pages = self._flat(np.fromiter(held.values(), REF_DTYPE, len(held)))
+            replicas, pages = self._held(owner)
             cold = replicas[self._policy.cold(pages)]
             if len(cold):
                 self._drop(cold.tobytes(), COLD)
+
+    def _held(self, owner: int) -> tuple[PageRefs, _Ints]:
+        """An owner's replicas, and their pages by number, in the order in which they were made."""
+        held = self._state.replicas.held_by(owner)
+        pages = np.fromiter(held.values(), REF_DTYPE, len(held))
+        return np.fromiter(held, REF_DTYPE, len(held)), self._flat(pages)
+
+    def _forget_turns(self) -> None:
+        for turns in self._turns:
+            turns.clear()
 
     def _drop(self, replicas: bytes, reason: str) -> None:
         self._reason = reason
@@ -240,7 +259,6 @@ class ReplicaLedger:
             self._holders[self._index(page)] &= keep
             self._ready[self._index(page)] &= keep
             self._making.pop(replica, None)
-            self._made.pop(replica, None)
             self._fresh.pop(replica, None)
             if replica in self._told:
                 self._told.remove(replica)

@@ -199,6 +199,18 @@ def test_the_coldest_gives_way_first():
         assert [page for page, _ in left] == cache.match(b"model", run_of(0, 4)).refs().tolist()
 
 
+def test_who_gives_way_next_changes_with_what_is_read():
+    cache = make(8, 3)
+    serve(cache, run_of(0, 32))
+    replicated(cache, run_of(0, 12), 1)
+    pages = cache.match(b"model", run_of(0, 12)).refs().tolist()
+    with start(cache, run_of(500, 4)) as reservation:  # of three that are equally cold
+        assert sorted(page for page, _ in cache.state.replicas.pairs()) == pages[1:]
+        read(cache, run_of(0, 8), 1)
+        reservation.extend(1)
+        assert [page for page, _ in cache.state.replicas.pairs()] == [pages[1]]
+
+
 @pytest.mark.parametrize("end", ["evict", "flush", "abort"])
 def test_a_replica_ends_with_its_page(end):
     cache = make(8, 8)
