@@ -6,33 +6,27 @@ Between the steps of a layer activations are fp32; the residual keeps the model'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phloem.config.model import Activation, LayerSpec, ModelConfig
+from phloem.config.model import LayerSpec, ModelConfig
 from phloem.kernels import KVBuffer
 from phloem.kernels.native import NativeKernels, kv_layer
-from phloem.kernels.native_abi import Gate, KvLayer, Layer
+from phloem.kernels.native_abi import KvLayer, Layer
 from phloem.kernels.native_types import address
-from phloem.models.decoder import MLP_CHUNK_TOKENS
-from phloem.models.forward import Attention, LayerCalls, pass_layers
-from phloem.models.native_ends import NativeEnds, RopeAngles
+from phloem.models.forward import Attention, LayerCalls
+from phloem.models.native_base import GATES, NativeBase, RopeAngles
 from phloem.models.packing import PackedDecoder, PackedLayer
 from phloem.models.row import ALONE, Row
 
-__all__ = ["GATES", "NativeDecoder"]
-
-GATES = {Activation.SILU: Gate.SILU, Activation.GELU_TANH: Gate.GELU_TANH}
+__all__ = ["NativeDecoder"]
 
 
-class NativeDecoder:
-    """Owns `weights`, which `kernels` packed. `buffers`: pages, one buffer per component.
-
-    `config` and `weights` may be a shard of a model, of which the ranks of `row` are the whole.
-    """
+class NativeDecoder(NativeBase):
+    """As `NativeBase`. `buffers`: pages, one buffer per component."""
 
     def __init__(
         self,
@@ -44,12 +38,10 @@ class NativeDecoder:
         num_positions: int,
         row: Row = ALONE,
     ) -> None:
-        self.config = config
-        self._kernels, self._weights, self._row = kernels, weights, row
-        self._ends = NativeEnds(config, weights, kernels=kernels, row=row)
-        self._rope = RopeAngles(config.rope, config.head_dim, num_positions)
+        rope = RopeAngles(config.rope, config.head_dim, num_positions)
+        super().__init__(config, weights, kernels=kernels, rope=rope, row=row)
         own = config.window_rope
-        self._window_rope = self._rope
+        self._window_rope = rope
         if own is not None:
             self._window_rope = RopeAngles(own, config.head_dim, num_positions)
         self._buffers = tuple(buffers)  # kv_layer only borrows them
@@ -65,50 +57,20 @@ class NativeDecoder:
             for number, component, index in places
         )
 
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._weights.dtype
-
-    @property
-    def num_positions(self) -> int:
-        return int(self._rope.cos.shape[0])
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of what this decoder holds."""
-        return self._weights.num_bytes
-
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,  # noqa: ARG002 - the plan has them
-        *,
-        attention: Attention,
-        meta: Any,
-        on_layer: Callable[[], None],
-        on_written: Callable[[int], None] | None = None,
-    ) -> Tensor:
-        """As `Forward.forward`; a layer attends by itself, unless that needs other ranks."""
-        calls = LayerCalls(on_layer=on_layer, on_written=on_written)
-        if not len(tokens):
-            return pass_layers(self, attention, meta, calls, dtype=torch.float32)
-        hidden = self._ends.embed(tokens)
+    def _layers(self, hidden: Tensor, attention: Attention, meta: Any, calls: LayerCalls) -> None:
+        """A layer attends by itself, unless that needs other ranks."""
         if not self._row.is_whole:
-            return self._in_parts(hidden, attention, meta, calls)
-        if on_written is not None or attention.exchanges:
-            return self._in_halves(hidden, attention, meta, calls)
-        for layer, kv, component in self._steps:
-            self._kernels.layer_forward(layer, kv, meta[component], hidden)
-            on_layer()
-        return hidden
+            self._in_parts(hidden, attention, meta, calls)
+        elif calls.on_written is not None or attention.exchanges:
+            self._in_halves(hidden, attention, meta, calls)
+        else:
+            for layer, kv, component in self._steps:
+                self._kernels.layer_forward(layer, kv, meta[component], hidden)
+                calls.on_layer()
 
     def _in_halves(
         self, hidden: Tensor, attention: Attention, meta: Any, calls: LayerCalls
-    ) -> Tensor:
+    ) -> None:
         """The same bits by two calls a layer, since somebody wants to know what is between them."""
         config, kernels = self.config, self._kernels
         qkv = torch.empty((hidden.shape[0], config.q_size + 2 * config.kv_size))
@@ -126,11 +88,8 @@ class NativeDecoder:
             else:
                 kernels.layer_finish(layer, kv, batch, hidden, qkv)
             calls.on_layer()
-        return hidden
 
-    def _in_parts(
-        self, hidden: Tensor, attention: Attention, meta: Any, calls: LayerCalls
-    ) -> Tensor:
+    def _in_parts(self, hidden: Tensor, attention: Attention, meta: Any, calls: LayerCalls) -> None:
         """A layer as a rank of a row computes it: what o and down give is added up before it
         reaches the residual, which all ranks hold whole."""
         config, kernels, weights = self.config, self._kernels, self._weights
@@ -142,17 +101,9 @@ class NativeDecoder:
             kernels.layer_project(layer, kv, batches[component], hidden, qkv)
             calls.written(number)
             mixed = attention.attend(number, q, meta, sinks=own.sinks)
-            self._ends.add_summed(hidden, mixed, own.out, own.post_attn_norm)
-            for part in torch.split(hidden, MLP_CHUNK_TOKENS):
-                normed = kernels.rms_norm(part.float(), own.mlp_norm, config.norm_eps)
-                act = kernels.linear(normed, own.gate_up, gate=GATES[config.activation])
-                self._ends.add_summed(part, act, own.down, own.post_mlp_norm)
+            self._add(hidden, mixed, own.out, own.post_attn_norm)
+            self._mlp(hidden, own)
             calls.on_layer()
-        return hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """As `Forward.logits`."""
-        return self._ends.logits(hidden)
 
     def _struct(self, spec: LayerSpec, weights: PackedLayer) -> Layer:
         config = self.config
