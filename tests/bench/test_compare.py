@@ -224,7 +224,21 @@ def test_runs_of_other_commands_are_kept_and_the_last_of_each_figure_counts(tmp_
     page = (tmp_path / "b.md").read_text()
     assert "| `prefill_512_over_vllm` | 7 | 7 ... 7 | >= 1.8 | 2 |" in page
     assert "no --trace given" not in page  # the other run has it
-    (tmp_path / "b.json").write_text("{}")
+
+
+@pytest.mark.parametrize("lacking", ["command", "peers", "machine", "results", None])
+def test_a_file_that_cannot_be_added_to_is_refused_at_once(
+    tmp_path: Path, lacking: str | None
+) -> None:
+    """Not when the new figures are written beside it, after the whole run."""
+    stem = str(tmp_path / "b")
+    write_report(stem, figures_of([measured("vllm", 3.0, 1.0)]), FACTS, command="a")
+    document = json.loads((tmp_path / "b.json").read_text())
+    if lacking is None:
+        document = {}
+    else:
+        del document["runs"][0][lacking]
+    (tmp_path / "b.json").write_text(json.dumps(document))
     with pytest.raises(ConfigError, match="leave --add out"):
         saved_runs(stem)
 

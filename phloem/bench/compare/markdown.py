@@ -76,8 +76,10 @@ def saved_runs(stem: str) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        runs: list[dict[str, Any]] = json.loads(path.read_text())["runs"]
-    except (OSError, ValueError, KeyError, TypeError):
+        document = json.loads(path.read_text())
+        render(document)  # what lacks something would fail there after the whole run
+        runs: list[dict[str, Any]] = document["runs"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise ConfigError(
             f"--add: {path} is no document of this command; leave --add out"
         ) from None
