@@ -51,7 +51,7 @@ __all__ = ["Scheduler"]
 class Scheduler:
     """Owns the queue, the running set and, through `cache`, all pages. Single-threaded.
 
-    `remote` says how several ranks read each other's pages; None: one rank.
+    `remote` says how ranks read each other's pages; None: in place, or all pages have one owner.
     """
 
     def __init__(
