@@ -77,7 +77,7 @@ class Follower:
         self._rank, self._wire, self._replica = rank, wire, replica
         self._worker, self._reload = loaded.worker, loaded.reload
         self._swap: Callable[[], None] | None = None  # weights that were read and not yet used
-        self._plans: queue.SimpleQueue[StepPlan | Callable[[], None] | None] = queue.SimpleQueue()
+        self._acts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._failing = threading.Lock()
         self._failure: str | None = None  # set once the leader has been told
         self._in_order = False  # the leader has said that it ends
@@ -88,11 +88,8 @@ class Follower:
         reader = threading.Thread(target=self._read, name=f"phloem-rank{self._rank}", daemon=True)
         reader.start()
         try:
-            while (plan := self._plans.get()) is not None and self._failure is None:
-                if not isinstance(plan, StepPlan):
-                    plan()
-                    continue
-                self._run(plan)
+            while (act := self._acts.get()) is not None and self._failure is None:
+                act()
         except Exception as error:  # the rank's entry point: the leader hears of it
             self._fail(error)
         finally:
@@ -116,14 +113,14 @@ class Follower:
             for message in self._wire.down():
                 match message:
                     case Step(free=None):
-                        self._plans.put(message.plan)
+                        self._acts.put(partial(self._run, message.plan))
                         self._take_log(message)
                     case Step(free=dict() as said):
                         self._take_log(message)
                         free = FreePages(said=said, own=self._replica.free_by_pool())
-                        self._plans.put(partial(self._run, message.plan, free))
+                        self._acts.put(partial(self._run, message.plan, free))
                     case Measure():
-                        self._plans.put(self._measure)
+                        self._acts.put(self._measure)
                     case Cancel():
                         self._worker.cancel(message.serial)
                     case Load():
@@ -133,14 +130,14 @@ class Follower:
                         ).start()
                     case Swap():
                         assert self._swap is not None, "nothing was loaded"
-                        self._plans.put(self._swap)
+                        self._acts.put(self._swap)
                         self._swap = None
                     case End():
                         self._in_order = True
         except Exception as error:  # as above
             self._fail(error)
         self._worker.stop()
-        self._plans.put(None)
+        self._acts.put(None)
 
     def _take_log(self, record: Step) -> None:
         self._replica.apply(record.log)

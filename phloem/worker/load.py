@@ -161,7 +161,7 @@ def load_worker(
         reach=None if place is None else _reach(options, forward.attention, pools, place),
     )
     return LoadedWorker(
-        worker=_own_worker(options, runner, pools, place),
+        worker=InlineWorker(runner, pools) if options.inline else TorchWorker(runner, pools),
         config=config,
         specs=specs,
         pools=pools,
@@ -184,14 +184,6 @@ def _step_bytes(options: WorkerOptions, config: ModelConfig, how: ForwardOptions
         max_running=options.max_running,
         tp=how.shard.count,
     )
-
-
-def _own_worker(
-    options: WorkerOptions, runner: Runner, pools: Sequence[DevicePool], place: RankPlace | None
-) -> InlineWorker | TorchWorker:
-    make_worker = InlineWorker if options.inline else TorchWorker
-    # Ranks whose pages have one owner are one row, and in no other group.
-    return make_worker(runner, pools, None if place is None else place.group or place.row)
 
 
 def _reach(

@@ -162,13 +162,9 @@ class RankedWorker:
         self._check()
         self._plans.append(plan)
         log, digest = self._hooks.log()
-        if self._hooks.free is None:
-            self._broadcast(packed(Step(plan, log, digest)))
-            self._own.submit(plan)
-            return
-        free = self._hooks.free()
+        free = None if self._hooks.free is None else self._hooks.free()
         self._broadcast(packed(Step(plan, log, digest, free)))
-        self._own.submit(plan, FreePages(said=free, own=free))
+        self._own.submit(plan, None if free is None else FreePages(said=free, own=free))
 
     def wait(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from phloem.attention import LayeredAttention, RaggedBatch
 from phloem.attention.choice import AttentionChoice, PlannedAttention
+from phloem.core.group import Group
 from phloem.core.plan import RowPlan, RowResult, StepPlan, StepResult
 from phloem.core.refs import owners_of
 from phloem.core.remote import IN_PLACE, LinkRates, Remote, RemoteWays
@@ -32,6 +33,7 @@ from phloem.worker.peers import Peers, RankPlace
 from phloem.worker.replicas import Replicas
 from phloem.worker.rows import RowTables
 from phloem.worker.sampler import Candidate, sample
+from phloem.worker.verify import FreePages, verify_free_pages
 
 __all__ = ["CaptureLogits", "Hooks", "Runner"]
 
@@ -113,8 +115,13 @@ class Runner:
         self._stopped = True
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        """Execute `plan` and return the sampled tokens. Plans must come in submission order."""
+    def run(self, plan: StepPlan, free: FreePages | None = None) -> StepResult:
+        """Execute `plan` and return the sampled tokens. Plans must come in submission order.
+
+        `free`: compare it with all ranks first; each of them must be given its own.
+        """
+        if free is not None:
+            verify_free_pages(self._group, plan.step, free)
         started = time.perf_counter()
         if self._peers is not None:
             self._meet(self._peers, plan)
@@ -153,6 +160,13 @@ class Runner:
         choice = self._choice
         assert choice is not None, "one rank has nobody to measure with"
         return measure_rates(self._model, choice)
+
+    @property
+    def _group(self) -> Group[Tensor]:
+        """The ranks that hold the same heads; if all hold others, they are one row."""
+        group = None if self._place is None else self._place.group or self._place.row
+        assert group is not None, "ranks that compare anything are in a group"
+        return group
 
     def leave(self) -> None:
         """Run no more plans: ranks that wait for this one are told. Idempotent."""

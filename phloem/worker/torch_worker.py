@@ -9,16 +9,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from phloem.core.errors import EngineDead
-from phloem.core.group import Group
 from phloem.core.plan import StepPlan, StepResult
 from phloem.core.refs import PageRef
 from phloem.core.remote import LinkRates
 from phloem.pools import DevicePool
 from phloem.worker.runner import Runner
-from phloem.worker.verify import FreePages, verify_free_pages
+from phloem.worker.verify import FreePages
 
 __all__ = ["InlineWorker", "TorchWorker"]
 
@@ -34,53 +31,28 @@ class _Planned:
     free: FreePages | None
 
 
-class _Steps:
-    """A runner, and the group in which ranks compare what is free; both are left together."""
-
-    def __init__(self, runner: Runner, group: Group[Tensor] | None) -> None:
-        self._runner, self._group = runner, group
-
-    def run(self, plan: StepPlan, free: FreePages | None) -> StepResult:
-        if free is not None:
-            assert self._group is not None, "ranks that compare anything are in a group"
-            verify_free_pages(self._group, plan.step, free)
-        return self._runner.run(plan)
-
-    def measure(self) -> LinkRates:
-        return self._runner.measure()
-
-    def leave(self) -> None:
-        """Other ranks that wait for this one are told. Idempotent."""
-        self._runner.leave()
-        if self._group is not None:
-            self._group.close()
-
-
 class InlineWorker:
-    """Runs a plan inside `submit`: for tests and audits. `group`: see `TorchWorker`."""
+    """Runs a plan inside `submit`: for tests and audits."""
 
-    def __init__(
-        self, runner: Runner, pools: Sequence[DevicePool], group: Group[Tensor] | None = None
-    ) -> None:
+    def __init__(self, runner: Runner, pools: Sequence[DevicePool]) -> None:
         self._runner, self._pools = runner, tuple(pools)
-        self._steps = _Steps(runner, group)
         self._done: deque[StepResult | _Failed] = deque()
         self.broken: BaseException | None = None  # what the first failed step has raised
 
     def submit(self, plan: StepPlan, free: FreePages | None = None) -> None:
-        """`free`: compare it with all ranks first."""
+        """`free`: see `Runner.run`."""
         if self.broken is not None:
             self._done.append(_Failed(self.broken))
             return
         try:
-            self._done.append(self._steps.run(plan, free))
+            self._done.append(self._runner.run(plan, free))
         except Exception as error:  # reported by collect, as a thread would
             self.broken = error
             self._done.append(_Failed(error))
 
     def measure(self) -> LinkRates:
         """See `Runner.measure`."""
-        return self._steps.measure()
+        return self._runner.measure()
 
     def wait(self, timeout_s: float) -> bool:  # noqa: ARG002
         return True  # the step ran inside `submit`
@@ -102,21 +74,17 @@ class InlineWorker:
 
     def close(self) -> None:
         self._done.clear()
-        self._steps.leave()
+        self._runner.leave()
 
 
 class TorchWorker:
     """Runs plans first in, first out, on its own thread.
 
-    Owns the runner (and through it the tables and the pools) until `close`; so does it `group`, in
-    which ranks compare what is free.
+    Owns the runner (and through it the tables and the pools) until `close`.
     """
 
-    def __init__(
-        self, runner: Runner, pools: Sequence[DevicePool], group: Group[Tensor] | None = None
-    ) -> None:
+    def __init__(self, runner: Runner, pools: Sequence[DevicePool]) -> None:
         self._runner, self._pools = runner, tuple(pools)
-        self._steps = _Steps(runner, group)
         self._plans: queue.SimpleQueue[_Planned | Future[LinkRates] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult | _Failed] = queue.SimpleQueue()
         self._next: StepResult | _Failed | None = None  # taken by `wait`, not collected yet
@@ -127,7 +95,7 @@ class TorchWorker:
         self._thread.start()
 
     def submit(self, plan: StepPlan, free: FreePages | None = None) -> None:
-        """`free`: compare it with all ranks first."""
+        """`free`: see `Runner.run`."""
         assert not self._closed.is_set(), "the worker is closed"
         self._plans.put(_Planned(plan, free))
 
@@ -181,16 +149,16 @@ class TorchWorker:
                 self._results.put(_Failed(self.broken))
                 continue
             try:
-                self._results.put(self._steps.run(planned.plan, planned.free))
+                self._results.put(self._runner.run(planned.plan, planned.free))
             except BaseException as error:  # the thread's entry point: collect raises it
                 self.broken = error
                 self._results.put(_Failed(error))
-                self._steps.leave()
-        self._steps.leave()
+                self._runner.leave()
+        self._runner.leave()
 
     def _measure(self, future: Future[LinkRates]) -> None:
         try:
-            future.set_result(self._steps.measure())
+            future.set_result(self._runner.measure())
         except Exception as error:  # raised where it is waited for
             future.set_exception(error)
 

@@ -47,7 +47,7 @@ def test_o27_four_ranks_agree_in_every_step(
             if rng.random() < 0.3:
                 rig.loop.abort(rng.choice(names))
         rig.loop.run_until_idle()
-        own = rig.loaded.worker._own._steps._group
+        own = rig.loaded.worker._own._runner._group
         assert own.traffic()[OpKind.ALL_REDUCE].calls == rig.scheduler.stats().steps_total
         assert rig.cache.leader.evicted_pages > 0
         check_all(rig, cold)

@@ -14,6 +14,7 @@ from phloem.core.plan import PageTableUpdate, RowInit, RowPlan, RowResult, StepP
 from phloem.core.refs import make_ref
 from phloem.core.request import SamplingParams, TokenLogprob
 from phloem.worker import RankedWorker, RankHooks, Wire, packed
+from phloem.worker.verify import FreePages
 from phloem.worker.wire import Cancel, Done, End, Failed, Step
 
 PATIENCE_S = 20.0
@@ -43,7 +44,8 @@ class Own:
         self.closed = False
         self.broken: BaseException | None = None
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan, free: FreePages | None) -> None:
+        assert free is None, "nobody has asked for it"
         self.plans.append(plan)
 
     def wait(self, timeout_s: float) -> bool:
