@@ -1,4 +1,5 @@
-"""Two ranks with a simulated link between them, driven step by step: threads of one process."""
+"""Two ranks, with a simulated link between them or without, driven step by step: threads of one
+process."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from phloem.core.tokens import TOKEN_BYTES, tokens_to_bytes
 from phloem.groups import Link
 from phloem.worker import RankedWorker, WorkerOptions, load_local_ranks
 
-__all__ = ["PAGE_SIZE", "LinkedRanks", "open_linked"]
+__all__ = ["PAGE_SIZE", "LinkedRanks", "open_linked", "open_pair", "row_of"]
 
 PAGE_SIZE = 16
 
@@ -85,7 +86,7 @@ class LinkedRanks:
         plan = StepPlan(
             step=self._step,
             rows=(row,),
-            admitted=(self._init(row.serial, tokens),) if first else (),
+            admitted=(row_of(row.serial, tokens),) if first else (),
             table_updates=(self._pages(),) if first else (),
             released=(0,) if first and self._step else (),
             remote=ways,
@@ -93,30 +94,43 @@ class LinkedRanks:
         self._step += 1
         return plan
 
-    def _init(self, serial: int, tokens: bytes) -> RowInit:
-        return RowInit(
-            row=0,
-            serial=serial,
-            sampling=SamplingParams(temperature=0.0),
-            seed=0,
-            stop_ids=(),
-            tokens=tokens,
-            num_prompt_tokens=self._length,
-        )
-
     def _pages(self) -> PageTableUpdate:
         refs = [make_ref(page % 2, page // 2) for page in range(self._length // PAGE_SIZE)]
         return PageTableUpdate(row=0, first_page=0, refs=np.array(refs, dtype=np.int64))
+
+
+def row_of(serial: int, tokens: bytes) -> RowInit:
+    """The one row takes a prompt."""
+    return RowInit(
+        row=0,
+        serial=serial,
+        sampling=SamplingParams(temperature=0.0),
+        seed=0,
+        stop_ids=(),
+        tokens=tokens,
+        num_prompt_tokens=len(tokens) // TOKEN_BYTES,
+    )
 
 
 @contextmanager
 def open_linked(model: Path, length: int, *, chunk: int) -> Iterator[LinkedRanks]:
     """Over a model of `length` tokens; at first the link takes no time."""
     link = Link()
+    with open_pair(
+        model, length, chunk=chunk, num_pages=length // PAGE_SIZE // 2, link=link
+    ) as pair:
+        yield LinkedRanks(pair, link, length, chunk)
+
+
+@contextmanager
+def open_pair(
+    model: Path, length: int, *, chunk: int, num_pages: int, link: Link | None = None
+) -> Iterator[RankedWorker]:
+    """Two ranks of one thread and `num_pages` each, and one row of up to `length` tokens."""
     options = WorkerOptions(
         dtype="bf16",
         page_size=PAGE_SIZE,
-        num_pages=length // PAGE_SIZE // 2,
+        num_pages=num_pages,
         max_running=1,
         max_model_len=length,
         max_prefill_tokens=chunk,
@@ -125,6 +139,6 @@ def open_linked(model: Path, length: int, *, chunk: int) -> Iterator[LinkedRanks
     worker = load_local_ranks(model, options, 2, link=link).worker
     assert isinstance(worker, RankedWorker), "several ranks"
     try:
-        yield LinkedRanks(worker, link, length, chunk)
+        yield worker
     finally:
         worker.close()

@@ -28,20 +28,20 @@ import numpy as np
 
 from phloem.bench.cp_engines import random_prompt, write_random_model
 from phloem.bench.cp_hits import AGENTS, PAGE_SIZE, SHARDED_PAGES
+from phloem.bench.cp_linked import open_pair, row_of
 from phloem.bench.report import Result
 from phloem.bench.tree import find_trace
 from phloem.cache import PrefixCache, ReplicaConfig
 from phloem.core.clock import VirtualClock
-from phloem.core.plan import PageTableUpdate, ReplicaPlan, RowInit, RowPlan, StepPlan, StepResult
+from phloem.core.plan import PageTableUpdate, ReplicaPlan, RowPlan, StepPlan, StepResult
 from phloem.core.refs import PageRefs, make_ref, owners_of
 from phloem.core.remote import IN_PLACE, Remote, RemoteWays
-from phloem.core.request import SamplingParams
 from phloem.core.tokens import tokens_to_bytes
 from phloem.loop import EngineLoop
 from phloem.sched import Scheduler, SchedulerConfig
 from phloem.sim import CostWorker, ReplayTarget, TraceRequest, pages_of, read_trace, replay
 from phloem.sim.replay import Emit
-from phloem.worker import RankedWorker, WorkerOptions, load_local_ranks
+from phloem.worker import RankedWorker
 
 __all__ = ["Travel", "measure_replicas", "travel"]
 
@@ -146,17 +146,8 @@ class _Turns:
         self._pages = np.array(pages[:count], dtype=np.int64)
         self._copies = np.array(copies, dtype=np.int64)
         prompt = tokens_to_bytes(random_prompt(self._rng, CACHED + NEW))
-        init = RowInit(
-            row=0,
-            serial=1,
-            sampling=SamplingParams(temperature=0.0),
-            seed=0,
-            stop_ids=(),
-            tokens=prompt,
-            num_prompt_tokens=CACHED + NEW,
-        )
         update = PageTableUpdate(row=0, first_page=0, refs=np.array(pages, dtype=np.int64))
-        self._run(admitted=(init,), table_updates=(update,), rows=())
+        self._run(admitted=(row_of(1, prompt),), table_updates=(update,), rows=())
         for low in range(0, CACHED, CHUNK):
             self._run(rows=(self._row(low, CHUNK),))
         self._run(rows=(), replicas=ReplicaPlan(made=self._pages, made_at=self._copies))
@@ -212,18 +203,6 @@ def _pair(turns: _Turns, remote: RemoteWays, count: int) -> float:
 
 @contextmanager
 def _open(model: Path) -> Iterator[_Turns]:
-    options = WorkerOptions(
-        dtype="bf16",
-        page_size=PAGE_SIZE,
-        num_pages=2 * CACHED // PAGE_SIZE,
-        max_running=1,
-        max_model_len=CACHED + NEW,
-        max_prefill_tokens=CHUNK,
-        threads=1,
-    )
-    worker = load_local_ranks(model, options, RANKS).worker
-    assert isinstance(worker, RankedWorker), "several ranks"
-    try:
-        yield _Turns(worker)
-    finally:
-        worker.close()
+    num_pages = 2 * CACHED // PAGE_SIZE
+    with open_pair(model, CACHED + NEW, chunk=CHUNK, num_pages=num_pages) as pair:
+        yield _Turns(pair)
