@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from phloem.cache import HostTier, PrefixCache, ReplicaConfig, WindowConfig
+from phloem.cache.prefix_cache import MAX_OWNERS
 from phloem.cache.remote_choice import RemoteChooser
 from phloem.config import Config
 from phloem.core.clock import Clock, MonotonicClock
@@ -128,9 +129,7 @@ def make_loop_core(
         enabled=config.cache.prefix_cache,
         window=window_config(facts.window, num_owners=num_owners, page_size=facts.card.page_size),
     )
-    replicas = replica_config(config, remote)
-    if replicas and cache.may_keep_replicas and facts.card.page_bytes:  # 0: all have a window
-        cache.keep_replicas(replicas)
+    _keep_replicas(cache, config, facts, remote)
     options = config.scheduler
     scheduler = Scheduler(
         SchedulerConfig(
@@ -157,6 +156,24 @@ def make_loop_core(
         on_wait=hooks.on_wait,
     )
     return LoopCore(loop, worker, facts, Operator(loop, tiers, model), tiers)
+
+
+def _keep_replicas(
+    cache: PrefixCache, config: Config, facts: EngineFacts, remote: RemoteChooser | None
+) -> None:
+    """As the settings say. Warns where they ask for what has no effect."""
+    replicas = replica_config(config, remote)
+    if replicas is None:
+        return
+    if not cache.may_keep_replicas:
+        why = f"it is for 2 to {MAX_OWNERS} owners of pages, and there are {facts.num_owners}"
+    elif not facts.card.page_bytes:
+        why = "all layers of this model have a window, and windows are not replicated"
+    else:
+        cache.keep_replicas(replicas)
+        return
+    if config.parallel.replica_share is not None:
+        logger.warning("--hot-replicas %s has no effect: %s", config.parallel.hot_replicas, why)
 
 
 def replica_config(config: Config, remote: RemoteChooser | None) -> ReplicaConfig | None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from phloem.cache import ReplicaConfig
 from phloem.cache.remote_choice import RemoteChooser, RemoteModel
 from phloem.cache.remote_cost import LayerShape
-from phloem.config import Config, ParallelOptions
+from phloem.config import CacheOptions, Config, ParallelOptions
 from phloem.core.remote import LinkRates
 from phloem.engine.loop_core import replica_config
+from tests.engine.fakes import build_fake
 
 
 def chooser(read_bytes_s: float) -> RemoteChooser:
@@ -41,3 +44,14 @@ def test_replicas_are_made_where_others_pages_are_not_read_in_place(options, rem
 def test_a_share_that_is_given_counts_whatever_the_way():
     config = Config(parallel=ParallelOptions(cp=2, remote_kv="direct", hot_replicas="0.5"))
     assert replica_config(config, RemoteChooser()) == ReplicaConfig(fraction=0.5)
+
+
+@pytest.mark.parametrize(("share", "warns"), [("0.5", True), ("0", False), ("auto", False)])
+def test_who_asks_for_replicas_that_there_cannot_be_is_told(share, warns, caplog):
+    """One owner of all pages here. Red if the setting is dropped without a word."""
+    parallel = ParallelOptions(remote_kv="gather_kv", hot_replicas=share)
+    config = Config(parallel=parallel, cache=CacheOptions(num_pages=8))
+    hooks = dict.fromkeys(("emit", "on_wait", "wake", "on_load", "on_layer"), lambda *_: None)
+    build_fake(config, SimpleNamespace(**hooks), ()).close()
+    told = "--hot-replicas 0.5 has no effect: it is for 2 to 64 owners of pages, and there are 1"
+    assert [record.message for record in caplog.records] == [told] * warns
