@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phloem.cache.node import REF_DTYPE
-from phloem.cache.replica_policy import HotPages, ReplicaConfig, ReplicaPolicy
+from phloem.cache.replica_policy import HotPages, ReplicaConfig
 from phloem.cache.state import CacheState
 from phloem.core.plan import ReplicaPlan
 from phloem.core.refs import NO_REFS, PageRefs, flat_slots, owner_of, owners_of, slot_of
@@ -47,14 +47,13 @@ class ReplicaLedger:
         log: CommandLog,
         config: ReplicaConfig,
         note_freed: Callable[[bytes], None],
-        policy: ReplicaPolicy | None = None,
     ) -> None:
         """`note_freed`: told the slots of replicas that end."""
         self._state, self._log, self._note_freed = state, log, note_freed
         self.config = config
         self._stride = max(pool.capacity for pool in state.allocators)
         num_pages = self._stride * len(state.allocators)
-        self._policy = policy or HotPages(num_pages, config)
+        self._policy = HotPages(num_pages, config)
         # By page: a bit for each owner that has a replica of it, and for each whose one is ready.
         self._holders = np.zeros(num_pages, dtype=np.uint64)
         self._ready = np.zeros(num_pages, dtype=np.uint64)

@@ -7,14 +7,13 @@ all counts are halved now and then, so what was read long ago does not count for
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from phloem.core.errors import ConfigError
 
-__all__ = ["HotPages", "ReplicaConfig", "ReplicaPolicy"]
+__all__ = ["HotPages", "ReplicaConfig"]
 
 _Ints = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
@@ -40,36 +39,11 @@ class ReplicaConfig:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
-class ReplicaPolicy(Protocol):
-    """Pages are numbered through the pools of all owners."""
-
-    def read(self, pages: _Ints, times: int) -> _Bools:
-        """Ranks that do not own them read these pages, each one `times`; which are hot now."""
-        ...
-
-    def is_hot(self, page: int) -> bool:
-        """Whether it is still worth a replica."""
-        ...
-
-    def forget(self, pages: _Ints) -> None:
-        """These hold something else from now on."""
-        ...
-
-    def step(self) -> bool:
-        """A step has been planned; True if some pages may have become cold by that."""
-        ...
-
-    def cold(self, pages: _Ints) -> _Bools:
-        """Which are not worth their replicas any more."""
-        ...
-
-    def coldest_first(self, pages: _Ints) -> _Ints:
-        """The order in which replicas of these pages (n,) give way, as indices (n,)."""
-        ...
-
-
 class HotPages:
-    """Counts reads, whoever does them: a page that is hot is copied to those that read it then."""
+    """Counts reads, whoever does them: a page that is hot is copied to those that read it then.
+
+    Pages are numbered through the pools of all owners.
+    """
 
     def __init__(self, num_pages: int, config: ReplicaConfig) -> None:
         self._heat = np.zeros(num_pages, dtype=np.float32)
@@ -77,18 +51,22 @@ class HotPages:
         self._steps = 0
 
     def read(self, pages: _Ints, times: int) -> _Bools:
+        """Ranks that do not own them read these pages, each one `times`; which are hot now."""
         heat = self._heat[pages] + np.float32(times)
         self._heat[pages] = heat
         hot: _Bools = heat >= self._reads
         return hot
 
     def is_hot(self, page: int) -> bool:
+        """Whether it is still worth a replica."""
         return bool(self._heat[page] >= self._reads)
 
     def forget(self, pages: _Ints) -> None:
+        """These hold something else from now on."""
         self._heat[pages] = 0
 
     def step(self) -> bool:
+        """A step has been planned; True if some pages may have become cold by that."""
         self._steps += 1
         if self._steps % self._half_life:
             return False
@@ -96,9 +74,10 @@ class HotPages:
         return True
 
     def cold(self, pages: _Ints) -> _Bools:
-        """Those without a read for so long that half of one is left."""
+        """Which are not worth their replicas any more: half a read is left of all."""
         cold: _Bools = self._heat[pages] <= 0.5
         return cold
 
     def coldest_first(self, pages: _Ints) -> _Ints:
+        """The order in which replicas of these pages (n,) give way, as indices (n,)."""
         return np.argsort(self._heat[pages], kind="stable")
