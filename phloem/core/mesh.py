@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Mesh", "ShardAxis"]
+__all__ = ["ONE_RANK", "Mesh", "ShardAxis"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,9 @@ class Mesh:
         """The ranks that compute the same tokens as `rank`, itself included."""
         first = self.cp_index(rank) * self.tp
         return tuple(range(first, first + self.tp))
+
+
+ONE_RANK = Mesh()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from phloem.config import Config
 from phloem.config.checkpoint import read_model_config
 from phloem.config.units import format_bytes
 from phloem.core.errors import ConfigError
-from phloem.core.mesh import Mesh, ShardAxis
+from phloem.core.mesh import ONE_RANK, Mesh, ShardAxis
 from phloem.engine.build_tiers import host_pages
 from phloem.engine.facts import WindowFacts
 from phloem.engine.resources import available_memory_bytes, default_kv_bytes
@@ -23,7 +23,6 @@ from phloem.worker import kv_specs
 
 __all__ = ["Pools", "plan_pools", "resolve_dtype"]
 
-ONE_RANK = Mesh()
 _KV_SHARE_OF_GPU = 0.5  # of the memory free before the weights are loaded
 
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phloem.config.units import format_bytes
-from phloem.core.mesh import Mesh
+from phloem.core.mesh import ONE_RANK, Mesh
 from phloem.engine.api import ModelCard
 
 __all__ = ["EngineFacts", "WindowFacts", "startup_rows"]
-
-
-ONE_RANK = Mesh()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

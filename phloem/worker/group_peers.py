@@ -42,10 +42,6 @@ class GroupPeers:
     def rank(self) -> int:
         return self._group.rank
 
-    @property
-    def size(self) -> int:
-        return self._group.size
-
     def tell(self, on_move: Callable[[], None]) -> None:
         """Exchanges end with every layer, and who passes one tells by itself."""
 
@@ -76,7 +72,7 @@ class GroupPeers:
         if not sampled:
             return
         rows, ranks = np.array([row.row for row in sampled], dtype=np.int64), np.array(by)
-        self._rows = [rows[ranks == rank] for rank in range(self.size)]
+        self._rows = [rows[ranks == rank] for rank in range(self._group.size)]
         mine = torch.from_numpy(self._sampled.read(self._rows[self.rank]))
         self._arrived = [mine.new_empty((len(of_rank), 2)) for of_rank in self._rows]
         self._flight = self._group.begin_all_gather(self._arrived, mine)

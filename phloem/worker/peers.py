@@ -43,10 +43,6 @@ class Peers:
     def rank(self) -> int:
         return self._board.rank
 
-    @property
-    def size(self) -> int:
-        return self._board.size
-
     def tell(self, on_move: Callable[[], None]) -> None:
         """Call `on_move` now and then while this rank waits for others that go on."""
         self._board.on_move = on_move
