@@ -104,7 +104,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 Copies = Callable[[RankDriver], ReplicaPlan]
 
 
-def two_turns(path: Path, remote: Remote, copies: Copies | None) -> tuple[list[int], Logits, Link]:
+def two_turns(path: Path, remote: Remote, copies: Copies | None) -> tuple[list[int], Logits]:
     """A prompt of 12 pages, then a turn on it; between them replicas are made. The bytes that came
     to each rank in the turn, and all logits."""
     logits, link = Logits(), Link()
@@ -124,13 +124,12 @@ def two_turns(path: Path, remote: Remote, copies: Copies | None) -> tuple[list[i
     carried = [link.carried[rank] for rank in range(2)]
     ranks.step(ranks.decode(0))
     ranks.worker.close()
-    return carried, logits, link
+    return carried, logits
 
 
-def odd_pages_on_rank_0(ranks: RankDriver) -> ReplicaPlan:
-    """Four of the six cached pages that rank 1 owns."""
-    table = ranks._tables[0]
-    pages = [table[page] for page in (1, 3, 5, 9)]
+def on_rank_0(ranks: RankDriver, *numbers: int) -> ReplicaPlan:
+    """Replicas of these pages of the prompt; rank 1 owns the odd ones."""
+    pages = [ranks._tables[0][number] for number in numbers]
     return ReplicaPlan(
         made=np.array(pages), made_at=np.array([ranks._take(0) for _ in pages], dtype=np.int64)
     )
@@ -139,8 +138,8 @@ def odd_pages_on_rank_0(ranks: RankDriver) -> ReplicaPlan:
 @pytest.mark.parametrize("remote", list(Remote))
 def test_a_turn_over_replicas_is_the_same_and_fetches_less(path, remote):
     """Red if a page is gathered or asked for that the rank has, or if the copy differs."""
-    carried, logits, _ = two_turns(path, remote, odd_pages_on_rank_0)
-    plainly, plain, _ = two_turns(path, remote, None)
+    carried, logits = two_turns(path, remote, lambda ranks: on_rank_0(ranks, 1, 3, 5, 9))
+    plainly, plain = two_turns(path, remote, None)
     for at, row in plain.of[100].items():
         assert (logits.of[100][at] - row).abs().max() <= 1e-4 * row.abs().max(), at
     assert carried[1] == plainly[1] or remote is Remote.SEND_Q
@@ -153,13 +152,10 @@ def test_a_turn_over_replicas_is_the_same_and_fetches_less(path, remote):
 
 def test_queries_whose_pages_are_all_here_stay_here(path):
     def all_of_rank_1(ranks: RankDriver) -> ReplicaPlan:
-        pages = [ranks._tables[0][page] for page in range(1, 12, 2)]
-        return ReplicaPlan(
-            made=np.array(pages), made_at=np.array([ranks._take(0) for _ in pages], dtype=np.int64)
-        )
+        return on_rank_0(ranks, *range(1, 12, 2))
 
-    carried, logits, _ = two_turns(path, Remote.SEND_Q, all_of_rank_1)
-    plainly, plain, _ = two_turns(path, Remote.SEND_Q, None)
+    carried, logits = two_turns(path, Remote.SEND_Q, all_of_rank_1)
+    plainly, plain = two_turns(path, Remote.SEND_Q, None)
     # Rank 0's page comes before rank 1's: it asks nobody. Rank 1 asks rank 0 for all of its tokens.
     query, part = 4 * 16 * 4, 4 * (16 + 1) * 4
     assert carried == [3 * PAGE * query, 3 * PAGE * part]
