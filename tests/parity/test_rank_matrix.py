@@ -46,9 +46,8 @@ WAYS = {
     "send_q": RemoteWays.all(Remote.SEND_Q),
 }
 Cell = tuple[tuple[int, int], str, str, str, str]
-ODD_CODES = (
-    0.05  # of a page: one on the other side of an edge moves some of those that follow from it
-)
+# Of a page's: one on the other side of an edge moves some of those that follow from it.
+ODD_CODES = 0.05
 
 PRODUCT = tuple(itertools.product(MESHES, KINDS, DTYPES, SOURCES, tuple(WAYS)))
 CELLS = pairwise(MESHES, KINDS, DTYPES, SOURCES, tuple(WAYS))
