@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -27,6 +28,17 @@ def test_the_faster_way_is_picked_nearly_always():
     assert share >= 0.95, share
     ways = {(c.cached, c.own) for c in (choose_remote(s, y, r) for s, y, r in cells)}
     assert {a for a, _ in ways} == set(Remote), "a way is never the best: the grid is too narrow"
+
+
+def test_so_it_is_where_keys_are_read_at_a_rate_and_requests_see_their_own_alone():
+    """What leaders measure and count, and the grid leaves out: memory of one's own that takes time,
+    and ten requests in a step."""
+    cells = [
+        (replace(step, seen=0.1, own_seen=0.1), layer, replace(rates, memory_bytes_s=10e9))
+        for step, layer, rates in remote_grid()
+    ]
+    share = right_share(cells, num_layers=24)
+    assert share >= 0.95, share
 
 
 def test_a_few_tokens_on_a_long_prefix_travel_themselves():
