@@ -3,8 +3,9 @@
 Names and sides: bench/cp_hits.py (what fits, how often it hits), cp_time.py (prefill and decode),
 cp_control.py (the log), cp_gather.py (what travels), cp_ways.py (what choosing anew gains),
 cp_replicas.py (copies of hot pages).
-`cost_model_right`: the share of a grid of shapes, ranks and simulated links in which the choice of
-how remote pages are read is the fastest.
+`cost_model_right`: the share of a grid of shapes, ranks and simulated links in which what the cost
+model picks is the fastest way of reading remote pages. A leader that may read in place does so even
+where another way promises a little more (cache/remote_choice.py).
 """
 
 from __future__ import annotations
