@@ -20,7 +20,13 @@ extern "C" {
 
 #define PHLOEM_ABI_VERSION 5
 
-enum { PHLOEM_OK = 0, PHLOEM_E_ARG = -1, PHLOEM_E_MEMORY = -2, PHLOEM_E_ISA = -3, PHLOEM_E_WRONG = -4 };
+enum {
+    PHLOEM_OK = 0,
+    PHLOEM_E_ARG = -1,
+    PHLOEM_E_MEMORY = -2,
+    PHLOEM_E_ISA = -3,
+    PHLOEM_E_WRONG = -4
+};
 enum { PHLOEM_F32 = 0, PHLOEM_BF16 = 1 };
 /* What rows of pages may be beside those: bytes, codes with scales (cpu/codec.h). */
 enum { PHLOEM_KV_INT8 = 2, PHLOEM_KV_FP8 = 3, PHLOEM_KV_FP4 = 4 };
@@ -81,10 +87,11 @@ typedef struct {
 } phloem_kv_layer;
 
 /* A ragged batch: row r owns tokens row_start[r] ... row_start[r+1]-1 of the step; `positions` are
- * absolute and never fall within a row, with gaps where other ranks compute; token at position p reads positions read_from[r] ... p (the last
- * `window` of them if window > 0). `tables`: slots of a row's pages from page base[r] on,
- * table_stride apart; those of positions that are not read may be anything. K and V of positions
- * below write_from[r] are in the pages already and are not written. */
+ * absolute and never fall within a row, with gaps where other ranks compute; token at position p
+ * reads positions read_from[r] ... p (the last `window` of them if window > 0). `tables`: slots of
+ * a row's pages from page base[r] on, table_stride apart; those of positions that are not read may
+ * be anything. K and V of positions below write_from[r] are in the pages already and are not
+ * written. */
 typedef struct {
     const int32_t *row_start; /* (num_rows + 1) */
     const int32_t *positions; /* (num_tokens) */
@@ -117,8 +124,9 @@ typedef struct {
     float norm_eps;
 } phloem_rope_args;
 
-/* Each head its own matrix: y[i][h] (n) = W_h x[i][h] (k), all fp32. Heads of x and y are x_head and
- * y_head floats apart (x_head 0: all have the same x), their packed matrices w_head_bytes. */
+/* Each head its own matrix: y[i][h] (n) = W_h x[i][h] (k); x and y are fp32. Heads of x and y are
+ * x_head and y_head floats apart (x_head 0: all have the same x), their packed matrices
+ * w_head_bytes. A bias is not added. */
 typedef struct {
     const float *x;
     float *y;
@@ -127,9 +135,10 @@ typedef struct {
     int32_t num_heads, reserved;
 } phloem_heads_args;
 
-/* What latent attention keeps of a token: rows (num_tokens, head_dim of the pool) fp32, whose lead is
- * normalised and whose last rotary_dim numbers are rotated, are written to their pages (whose tail
- * that is); the last rotary_dim of each head of q (.., num_heads, q_dim) are rotated in place. */
+/* What latent attention keeps of a token: rows (num_tokens, head_dim of the pool) fp32, whose lead
+ * is normalised and whose last rotary_dim numbers are rotated, are written to their pages (whose
+ * tail that is); the last rotary_dim of each head of q (.., num_heads, q_dim) are rotated in
+ * place. */
 typedef struct {
     float *q;
     const float *rows;
@@ -162,9 +171,9 @@ PHLOEM_API int32_t phloem_best_isa(void);
 /* Compiled in, and this processor has it. The system may still refuse AMX to this process:
  * phloem_ctx_create asks, once, and fails with PHLOEM_E_ISA. */
 PHLOEM_API int32_t phloem_isa_supported(int32_t isa);
-/* A fixed set of products, layers and samplings on `isa` against PLAIN. 0, or PHLOEM_E_WRONG and
- * the case that differs in phloem_last_error, or PHLOEM_E_ISA. May die of an illegal instruction:
- * run it in a process that may. */
+/* A fixed set of products, layers, packed pages and samplings on `isa` against PLAIN. 0, or
+ * PHLOEM_E_WRONG and the case that differs in phloem_last_error, or PHLOEM_E_ISA. May die of an
+ * illegal instruction: run it in a process that may. */
 PHLOEM_API int32_t phloem_self_test(int32_t isa);
 
 PHLOEM_API phloem_ctx *phloem_ctx_create(int32_t isa, int32_t num_threads);

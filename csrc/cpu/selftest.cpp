@@ -74,6 +74,50 @@ void compare(const Values &got, const Values &want, double tolerance, const char
     }
 }
 
+// Of the pages that layers and attention are tested with.
+constexpr int kKvHeads = 2, kDim = 32, kPage = 4, kTokens = 41;
+constexpr int kPages = (kTokens + kPage - 1) / kPage;
+
+phloem_kv_layer pool(void *base, int32_t dtype) {
+    phloem_kv_layer kv{};
+    kv.base = base;
+    kv.head_stride = part_items(dtype, kDim);
+    kv.token_stride = kKvHeads * kv.head_stride;
+    kv.kv_stride = kPage * kv.token_stride;
+    kv.page_stride = kv.group_stride = 2 * kv.kv_stride;
+    kv.num_pages = kPages;
+    kv.heads_per_group = kv.num_kv_heads = kKvHeads;
+    kv.page_size = kPage;
+    kv.head_dim = kDim;
+    kv.dtype = dtype;
+    return kv;
+}
+
+// One request of kTokens, its pages in falling order. Batches borrow it.
+class OneRow {
+public:
+    OneRow() {
+        for (int p = 0; p < kPages; ++p) table_[p] = kPages - 1 - p;
+        for (int t = 0; t < kTokens; ++t) positions_[t] = t;
+    }
+    // Of tokens first ... end - 1; good until the next one.
+    phloem_batch batch(int32_t first, int32_t end) {
+        start_[1] = end - first;
+        phloem_batch batch{};
+        batch.tables = table_;
+        batch.table_stride = kPages;
+        batch.num_rows = 1;
+        batch.row_start = start_;
+        batch.positions = positions_ + first;
+        batch.num_tokens = end - first;
+        return batch;
+    }
+
+private:
+    int64_t table_[kPages];
+    int32_t positions_[kTokens], start_[2] = {0, 0};
+};
+
 class Test {
 public:
     Test(phloem_ctx *plain, phloem_ctx *tested) : plain_(plain), tested_(tested) {}
@@ -176,10 +220,9 @@ private:
         }
     }
 
-    // A chunk of 40 tokens, then one token, through one layer: hidden states and pages.
+    // All but one of the tokens, then that one, through one layer: hidden states and pages.
     void layer(int32_t dtype, int32_t window, bool gemma) {
-        constexpr int kHidden = 64, kHeads = 4, kKvHeads = 2, kDim = 32, kInner = 96, kPage = 4;
-        constexpr int kTokens = 41, kPages = (kTokens + kPage - 1) / kPage;
+        constexpr int kHidden = 64, kHeads = 4, kInner = 96;
         const Packed qkv = pack(PHLOEM_W_BF16, (kHeads + 2 * kKvHeads) * kDim, kHidden, false, 0.2f);
         const Packed o = pack(PHLOEM_W_BF16, kHidden, kHeads * kDim, false, 0.2f);
         const Packed gate_up = pack(PHLOEM_W_BF16, 2 * kInner, kHidden, true, 0.2f);
@@ -216,63 +259,28 @@ private:
     }
 
     static void pass(phloem_ctx *ctx, const phloem_layer &layer, Values &hidden, Values &pages) {
-        constexpr int kKvHeads = 2, kDim = 32, kPage = 4, kTokens = 41;
-        constexpr int kPages = (kTokens + kPage - 1) / kPage;
-        phloem_kv_layer kv{};
-        kv.base = pages.data();
-        kv.head_stride = kDim;
-        kv.token_stride = kKvHeads * kDim;
-        kv.kv_stride = kPage * kv.token_stride;
-        kv.page_stride = kv.group_stride = 2 * kv.kv_stride;
-        kv.num_pages = kPages;
-        kv.heads_per_group = kv.num_kv_heads = kKvHeads;
-        kv.page_size = kPage;
-        kv.head_dim = kDim;
-        kv.dtype = pages.dtype;
-        std::vector<int64_t> table(kPages);
-        for (int p = 0; p < kPages; ++p) table[p] = kPages - 1 - p;
-        std::vector<int32_t> positions(kTokens);
-        for (int t = 0; t < kTokens; ++t) positions[t] = t;
-        const int32_t last = kTokens - 1, chunk[2] = {0, last}, one[2] = {0, 1};
-        phloem_batch batch{};
-        batch.tables = table.data();
-        batch.table_stride = kPages;
-        batch.num_rows = 1;
-        batch.row_start = chunk;
-        batch.positions = positions.data();
-        batch.num_tokens = last;
+        const phloem_kv_layer kv = pool(pages.data(), pages.dtype);
+        OneRow row;
+        constexpr int64_t kLast = kTokens - 1;
+        phloem_batch batch = row.batch(0, kLast);
         must(phloem_layer_forward(ctx, &layer, &kv, &batch, hidden.data(), hidden.dtype));
-        batch.row_start = one;
-        batch.positions = &positions[last];
-        batch.num_tokens = 1;
-        char *row = (char *)hidden.data() + (int64_t)last * layer.hidden * dtype_bytes(hidden.dtype);
-        must(phloem_layer_forward(ctx, &layer, &kv, &batch, row, hidden.dtype));
+        batch = row.batch(kLast, kTokens);
+        char *one = (char *)hidden.data() + kLast * layer.hidden * dtype_bytes(hidden.dtype);
+        must(phloem_layer_forward(ctx, &layer, &kv, &batch, one, hidden.dtype));
     }
 
     // The same K and V become the same bytes; a chunk and a single token attend over them.
     void packed_pages(int32_t rows, int32_t heads) {
-        constexpr int kKvHeads = 2, kDim = 32, kPage = 4, kTokens = 41;
-        const int64_t width = kKvHeads * kDim, pages = (kTokens + kPage - 1) / kPage;
-        Values k(PHLOEM_F32, kTokens * width, random_, 3), v(PHLOEM_F32, kTokens * width, random_, 9);
+        constexpr int64_t kWidth = kKvHeads * kDim;
+        Values k(PHLOEM_F32, kTokens * kWidth, random_, 3);
+        Values v(PHLOEM_F32, kTokens * kWidth, random_, 9);
         Values q(PHLOEM_F32, kTokens * heads * kDim, random_);
         Values want(PHLOEM_F32, q.size()), got = want;
-        const int64_t row_bytes = part_items(rows, kDim);
         std::vector<char> bytes[2];
         for (auto [ctx, out, held] : {std::tuple{plain_, &want, &bytes[0]},
                                       std::tuple{tested_, &got, &bytes[1]}}) {
-            held->assign(pages * 2 * kPage * kKvHeads * row_bytes, 0);
-            phloem_kv_layer kv{};
-            kv.base = held->data();
-            kv.head_stride = row_bytes;
-            kv.token_stride = kKvHeads * row_bytes;
-            kv.kv_stride = kPage * kv.token_stride;
-            kv.page_stride = kv.group_stride = 2 * kv.kv_stride;
-            kv.num_pages = pages;
-            kv.heads_per_group = kv.num_kv_heads = kKvHeads;
-            kv.page_size = kPage;
-            kv.head_dim = kDim;
-            kv.dtype = rows;
-            write_and_attend(ctx, kv, heads, k, v, q, *out);
+            held->assign(kPages * 2 * kPage * kKvHeads * part_items(rows, kDim), 0);
+            write_and_attend(ctx, pool(held->data(), rows), heads, k, v, q, *out);
         }
         if (bytes[0] != bytes[1]) {
             fail(PHLOEM_E_WRONG, "packed rows of format %d are other bytes", rows);
@@ -283,38 +291,24 @@ private:
 
     static void write_and_attend(phloem_ctx *ctx, const phloem_kv_layer &kv, int32_t heads,
                                  Values &k, Values &v, Values &q, Values &out) {
-        const int32_t tokens = (int32_t)(k.size() / (kv.num_kv_heads * kv.head_dim));
-        std::vector<int64_t> table(kv.num_pages);
-        for (int64_t p = 0; p < kv.num_pages; ++p) table[p] = kv.num_pages - 1 - p;
-        std::vector<int32_t> positions(tokens);
-        for (int32_t t = 0; t < tokens; ++t) positions[t] = t;
-        const int32_t all[2] = {0, tokens}, chunk[2] = {0, tokens - 1}, one[2] = {0, 1};
-        phloem_batch batch{};
-        batch.tables = table.data();
-        batch.table_stride = kv.num_pages;
-        batch.num_rows = 1;
-        batch.row_start = all;
-        batch.positions = positions.data();
-        batch.num_tokens = tokens;
+        OneRow row;
+        phloem_batch batch = row.batch(0, kTokens);
         phloem_rope_args rope{};
         rope.k = k.data();
         rope.v = v.data();
-        rope.k_stride = rope.v_stride = kv.num_kv_heads * kv.head_dim;
+        rope.k_stride = rope.v_stride = kKvHeads * kDim;
         must(phloem_rope_kv_write(ctx, &rope, &kv, &batch));
         phloem_attention_args args{};
         args.q = q.data();
         args.out = out.data();
-        args.q_stride = args.out_stride = heads * kv.head_dim;
+        args.q_stride = args.out_stride = heads * kDim;
         args.num_heads = heads;
         args.scale = 0.2f;
-        batch.row_start = chunk;
-        batch.num_tokens = tokens - 1;
+        batch = row.batch(0, kTokens - 1);
         must(phloem_attention(ctx, &args, &kv, &batch));
-        batch.row_start = one;
-        batch.positions = &positions[tokens - 1];
-        batch.num_tokens = 1;
-        args.q = q.f.data() + (tokens - 1) * args.q_stride;
-        args.out = out.f.data() + (tokens - 1) * args.out_stride;
+        batch = row.batch(kTokens - 1, kTokens);
+        args.q = q.f.data() + (kTokens - 1) * args.q_stride;
+        args.out = out.f.data() + (kTokens - 1) * args.out_stride;
         must(phloem_attention(ctx, &args, &kv, &batch));
     }
 
