@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes as c
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from phloem.kernels import native_abi as abi
@@ -91,7 +92,7 @@ class NativeLatentKernels(NativeKernels):
 
 def _fp32(tensor: Tensor, name: str, width: int) -> Tensor:
     """`tensor` itself, if the kernels can read it."""
-    if not tensor.is_cpu or tensor.dtype.itemsize != 4 or tensor.stride(-1) != 1:
+    if not tensor.is_cpu or tensor.dtype is not torch.float32 or tensor.stride(-1) != 1:
         raise ValueError(f"{name} must be fp32 on the CPU with a dense last dimension")
     if tensor.shape[-1] != width:
         raise ValueError(f"{name} must have {width} numbers in a row, has {tensor.shape[-1]}")

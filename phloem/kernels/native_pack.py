@@ -10,6 +10,7 @@ from phloem.kernels import native_abi as abi
 from phloem.kernels.native_abi import WeightFormat
 from phloem.kernels.native_types import (
     PackedHeads,
+    PackedUp,
     PackedWeight,
     address,
     aligned_bytes,
@@ -18,7 +19,7 @@ from phloem.kernels.native_types import (
 )
 from phloem.kernels.quantised import BlockMatrix
 
-__all__ = ["pack", "pack_blocks", "pack_gate_up", "pack_gate_up_blocks", "pack_heads"]
+__all__ = ["pack", "pack_blocks", "pack_gate_up", "pack_gate_up_blocks", "pack_up"]
 
 
 def pack(
@@ -43,7 +44,7 @@ def pack(
     return PackedWeight(data, n, k, kind, _fp32(bias))
 
 
-def pack_heads(weight: Tensor) -> PackedHeads:
+def _pack_heads(weight: Tensor) -> PackedHeads:
     """Pack weight (heads, n, k), any strides, head by head in its own dtype."""
     heads, n, k = weight.shape
     kind = WeightFormat(dtype_number(weight))
@@ -57,6 +58,14 @@ def pack_heads(weight: Tensor) -> PackedHeads:
             )
         )
     return PackedHeads(data, n, k, kind)
+
+
+def pack_up(weight: Tensor, nope_dim: int) -> PackedUp:
+    """Pack weight (heads, nope + E, C), which makes keys and values of latents."""
+    keys, values = weight[:, :nope_dim], weight[:, nope_dim:]
+    return PackedUp(
+        absorb=_pack_heads(keys.transpose(1, 2)), keys=_pack_heads(keys), values=_pack_heads(values)
+    )
 
 
 def pack_gate_up(gate: Tensor, up: Tensor, *, format: WeightFormat | None = None) -> PackedWeight:

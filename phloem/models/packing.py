@@ -26,7 +26,7 @@ from phloem.kernels.native_pack import (
     pack_blocks,
     pack_gate_up,
     pack_gate_up_blocks,
-    pack_heads,
+    pack_up,
 )
 from phloem.kernels.native_types import PackedUp, PackedWeight
 from phloem.kernels.quantised import BLOCK_WEIGHTS, BlockMatrix
@@ -180,12 +180,7 @@ class _Packer:
         assert self._mla is not None, "only a model of latents has it"
         weight = self._checkpoint.stack(pieces.weight, self._dtype, CPU)
         by_head = weight.view(-1, self._mla.up_dim, self._mla.kv_rank)
-        keys, values = torch.split(by_head, [self._mla.nope_dim, self._mla.v_dim], dim=1)
-        return PackedUp(
-            absorb=pack_heads(keys.transpose(1, 2)),
-            keys=pack_heads(keys),
-            values=pack_heads(values),
-        )
+        return pack_up(by_head, self._mla.nope_dim)
 
     def _sinks(self, piece: Piece | None) -> Tensor | None:
         return None if piece is None else self._checkpoint.vector(piece, self._dtype, CPU).float()

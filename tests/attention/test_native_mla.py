@@ -12,8 +12,7 @@ from phloem.attention import MLAReferenceAttention, RaggedBatch, RowSpan, native
 from phloem.attention.mla import Way
 from phloem.attention.native_mla import NativeLatentAttention, cheaper_way
 from phloem.kernels.native_latent import NativeLatentKernels
-from phloem.kernels.native_pack import pack_heads
-from phloem.kernels.native_types import PackedUp
+from phloem.kernels.native_pack import pack_up
 from phloem.kv.spec import KVDtype
 from tests.attention.test_mla import (
     HEADS,
@@ -39,24 +38,22 @@ def kernels():
 
 
 def packed(up, mla):
-    layers = []
-    for weight in up:
-        by_head = weight.view(-1, mla.up_dim, mla.kv_rank)
-        keys, values = by_head.split((mla.nope_dim, mla.v_dim), dim=1)
-        layers.append(
-            PackedUp(
-                absorb=pack_heads(keys.transpose(1, 2)),
-                keys=pack_heads(keys),
-                values=pack_heads(values),
-            )
-        )
-    return layers
+    return [pack_up(weight.view(-1, mla.up_dim, mla.kv_rank), mla.nope_dim) for weight in up]
 
 
 def backend(kernels, pool, mla, up, way=None):
     return NativeLatentAttention(
         pool.buffer, kernels, mla=mla, up=packed(up, mla), scoring=SCORING, way=way
     )
+
+
+def test_numbers_that_are_not_fp32_are_refused(kernels):
+    """Of the right size as well: the kernels read what they are told."""
+    up = packed(weights(SIZES), SIZES)[0]
+    out = torch.empty(3, HEADS, SIZES.kv_rank)
+    for dtype in (torch.bfloat16, torch.int32):
+        with pytest.raises(ValueError, match="x must be fp32"):
+            kernels.heads_linear(torch.ones(3, HEADS, SIZES.nope_dim).to(dtype), up.absorb, out)
 
 
 def with_gaps(batch: RaggedBatch) -> RaggedBatch:
