@@ -141,7 +141,8 @@ class NativeLatentAttention(AttentionBackend[LatentPlan]):
             self._absorbed(layer, queries, meta.absorbed, out, lse)
         elif meta.absorbed is not None and meta.index is not None:
             some = queries.index_select(0, meta.index)
-            part, part_lse = out[: len(some)].clone(), lse[: len(some)].clone()
+            part = out.new_empty((len(some), *out.shape[1:]))
+            part_lse = lse.new_empty(some.shape[:2])
             self._absorbed(layer, some, meta.absorbed, part, part_lse)
             out.index_copy_(0, meta.index, part)
             lse.index_copy_(0, meta.index, part_lse)
