@@ -93,7 +93,7 @@ class PageExchange:
 
     def __init__(self, pool: RankPool, group: Group[Tensor]) -> None:
         self._pool, self._group = pool, group
-        self._halves = [self._room(0) for _ in range(HALVES)]
+        self._halves = [self._room(1) for _ in range(HALVES)]
 
     def plan(self, wanted: Sequence[_Ints], written: _Ints) -> PagePlan:
         """`wanted[r]`: the pages that rank r needs, sorted; `written`: those that this step writes.
@@ -105,7 +105,7 @@ class PageExchange:
         mine = np.concatenate([cached[self._pool.rank], fresh[self._pool.rank]])
         if len(mine) >= self._halves[0].data.shape[0]:
             self._halves.clear()  # before there are new ones: memory for both is in no bound
-            self._halves += [self._room(staged_pages(len(mine)) - 1) for _ in range(HALVES)]
+            self._halves += [self._room(staged_pages(len(mine))) for _ in range(HALVES)]
         order = np.argsort(mine)
         return PagePlan(
             cached=self._moves(cached, 0),
@@ -138,6 +138,7 @@ class PageExchange:
         )
 
     def _room(self, num_pages: int) -> KVBuffer:
+        """A half of so many pages, that of zeros among them."""
         buffer = self._pool.buffer
-        shape = (num_pages + 1, buffer.num_head_groups, 1, *buffer.data.shape[3:])
+        shape = (num_pages, buffer.num_head_groups, 1, *buffer.data.shape[3:])
         return KVBuffer(buffer.data.new_zeros(shape), buffer.codec)

@@ -31,8 +31,8 @@ class Checkpoint:
     """The tensors of the model at `path`; use as a context manager.
 
     `config`: of the whole model, of which `shard` is read. `on_progress(done, total)` counts bytes
-    of the file. Raises ConfigError for a checkpoint that
-    lacks a tensor (when opened), has one of a wrong shape, or is cut short (when read).
+    of the file. Raises ConfigError for a checkpoint that lacks a tensor (when opened), has one of a
+    wrong shape, or is cut short (when read).
     """
 
     def __init__(
