@@ -505,7 +505,9 @@ def check_tokens(rig: Rig, cold: Cold) -> None:
         assert answer.tokens == expected[: len(answer.tokens)], f"{name} differs from cold"
 
 
-def check_logits(rig: Rig, cold: Cold) -> int:
+def check_logits(
+    rig: Rig, cold: Cold, close: Callable[[torch.Tensor, torch.Tensor], bool] = close_enough
+) -> int:
     """Compare every captured position with cold's; returns how many there were."""
     num_compared = 0
     for serial, by_position in rig.logits.items():
@@ -518,7 +520,7 @@ def check_logits(rig: Rig, cold: Cold) -> int:
         for position, logits in by_position.items():
             if position < first or position >= len(sequence):
                 continue  # of a restart; the wasted row of a request that had ended
-            assert close_enough(logits, expected[position]), f"serial {serial} at {position}"
+            assert close(logits, expected[position]), f"serial {serial} at {position}"
             num_compared += 1
     return num_compared
 

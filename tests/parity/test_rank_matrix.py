@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from phloem.cache import check_invariants
 from phloem.cache.remote_choice import RemoteChooser
@@ -32,6 +33,7 @@ from tests.models.checkpoints import make_checkpoint, make_latent, make_windowed
 from tests.models.test_windows import pairwise
 from tests.parity.exact import check_exact, sum_row_by_row
 from tests.parity.rig import Cold, Rig, check_logits, leaves, raw_copies, settle
+from tests.parity.test_fast_kernels import NEAR
 from tests.parity.test_journeys import words
 
 PAGE = 4
@@ -48,6 +50,7 @@ WAYS = {
 Cell = tuple[tuple[int, int], str, str, str, str]
 # Of a page's: one on the other side of an edge moves some of those that follow from it.
 ODD_CODES = 0.05
+LOGITS_NEAR = NEAR | {"fp32": 0.001}  # where codes are odd
 
 PRODUCT = tuple(itertools.product(MESHES, KINDS, DTYPES, SOURCES, tuple(WAYS)))
 CELLS = pairwise(MESHES, KINDS, DTYPES, SOURCES, tuple(WAYS))
@@ -141,10 +144,17 @@ def _check_near(rig: Rig, cold: Cold, dtype: str) -> None:
     settle(rig)
     check_invariants(rig.cache, idle=True)
     odd = _check_bytes(rig, cold, dtype)
-    if odd == 0:  # else a code on an edge has been rounded the other way, and all that follows
+    if odd:  # a code on an edge has been rounded the other way, and all that follows
+        assert check_logits(rig, cold, lambda a, b: _is_near(a, b, dtype)) > 0
+    else:
         assert check_logits(rig, cold) > 0
         for answer in rig.answers.values():
             assert answer.tokens == cold.answer(answer.prompt, len(answer.tokens))
+
+
+def _is_near(ours: torch.Tensor, theirs: torch.Tensor, dtype: str) -> bool:
+    """As near as other kernels come with pages of this dtype."""
+    return bool((ours - theirs).norm() < LOGITS_NEAR[dtype] * theirs.norm())
 
 
 def _check_bytes(rig: Rig, cold: Cold, dtype: str) -> int:
