@@ -12,6 +12,7 @@ from phloem.core.plan import StepPlan, StepResult
 from phloem.kernels import codec
 from phloem.tiers import TierConfig
 from phloem.worker.runner import Runner
+from phloem.worker.verify import FreePages
 from tests.parity.conftest import Models
 from tests.parity.exact import check_exact, sum_row_by_row
 from tests.parity.rig import Cold, Rig
@@ -212,9 +213,9 @@ def read_before_it_is_packed(patch: pytest.MonkeyPatch) -> None:
             row.copy_(fresh.get(data.numpy().tobytes(), row))
         return rows
 
-    def forget(self: Runner, plan: StepPlan) -> StepResult:
+    def forget(self: Runner, plan: StepPlan, free: FreePages | None) -> StepResult:
         fresh.clear()
-        return run(self, plan)
+        return run(self, plan, free)
 
     patch.setattr(codec.PackedCodec, "encode", note)
     patch.setattr(codec.PackedCodec, "decode", recall)

@@ -16,6 +16,7 @@ from phloem.transfer import TransferEngine, TransferHooks
 from phloem.transfer.copier import CpuCopier
 from phloem.worker.rows import RowTables
 from phloem.worker.runner import Runner
+from phloem.worker.verify import FreePages
 from tests.cache.test_mutations import never_lock
 from tests.parity.rig import Cold, Rig, check_all, read_page
 from tests.parity.test_journeys import words
@@ -106,12 +107,12 @@ def shift_positions(patch: pytest.MonkeyPatch) -> None:
     """A chunk that starts on cached pages believes to be one token later."""
     original = Runner.run
 
-    def run_shifted(self: Runner, plan: StepPlan) -> object:
+    def run_shifted(self: Runner, plan: StepPlan, free: FreePages | None) -> object:
         rows = tuple(
             dataclasses.replace(r, start=r.start - 1) if r.count > 1 and r.start else r
             for r in plan.rows
         )
-        return original(self, dataclasses.replace(plan, rows=rows))
+        return original(self, dataclasses.replace(plan, rows=rows), free)
 
     patch.setattr(Runner, "run", run_shifted)
 

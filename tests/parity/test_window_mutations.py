@@ -20,6 +20,7 @@ from phloem.transfer import TransferEngine, TransferHooks
 from phloem.transfer.copier import CpuCopier
 from phloem.worker.rows import RowTables
 from phloem.worker.runner import Runner
+from phloem.worker.verify import FreePages
 from tests.parity.conftest import Windowed
 from tests.parity.rig import Cold, Rig, check_all, read_page
 from tests.parity.test_journeys import words
@@ -144,9 +145,9 @@ def read_before_the_restart(patch: pytest.MonkeyPatch) -> None:
 def change_rows(patch: pytest.MonkeyPatch, **fields: int) -> None:
     original = Runner.run
 
-    def run(self: Runner, plan: StepPlan) -> object:
+    def run(self: Runner, plan: StepPlan, free: FreePages | None) -> object:
         rows = tuple(dataclasses.replace(row, **fields) for row in plan.rows)
-        return original(self, dataclasses.replace(plan, rows=rows))
+        return original(self, dataclasses.replace(plan, rows=rows), free)
 
     patch.setattr(Runner, "run", run)
 

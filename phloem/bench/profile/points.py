@@ -43,7 +43,7 @@ NATIVE_POINTS = (
     Point("phloem.attention.native:NativeAttention.plan", "attention plan", "inputs"),
     Point("phloem.kernels.native:NativeKernels.embedding", "embedding", "layers"),
     Point("phloem.kernels.native:NativeKernels.layer_forward", "layers, one call each", "layers"),
-    Point("phloem.models.native_decoder:NativeDecoder.logits", "output head", "head"),
+    Point("phloem.models.native_base:NativeBase.logits", "output head", "head"),
 )
 
 TORCH_POINTS = (
