@@ -44,7 +44,8 @@ def layer_sections(
     kernels = NativeKernels(threads=threads)
     try:
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype_name]
-        calls = _calls(kernels, config, batch, context, dtype)
+        buffer, rows = _pages(config, batch, context, dtype)  # layers only borrow the pages
+        calls = _calls(kernels, config, dtype, buffer, rows)
         return [
             Section(name=name, ms=_median_ms(call) / _LAYERS * config.num_layers)
             for name, call in calls.items()
@@ -54,17 +55,21 @@ def layer_sections(
 
 
 def _calls(
-    kernels: NativeKernels, config: ModelConfig, batch: int, context: int, dtype: torch.dtype
+    kernels: NativeKernels,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    buffer: KVBuffer,
+    rows: NativeBatch,
 ) -> dict[str, Callable[[], object]]:
+    batch, positions = len(rows.tables), int(rows.positions.max()) + 1
     hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads
     width, dim = (heads + 2 * config.num_kv_heads) * config.head_dim, config.head_dim
     x, mixed = torch.randn(batch, hidden), torch.randn(batch, heads * dim)
     deep, norm = torch.randn(batch, inner), torch.ones(hidden)
     q = torch.randn(batch, heads, dim)
     k, v = torch.randn(2, batch, config.num_kv_heads, dim)
-    buffer, rows = _pages(config, batch, context, dtype)
     layers = [kv_layer(buffer, i) for i in range(_LAYERS)]
-    angles = torch.ones(context + 1, dim // 2), torch.zeros(context + 1, dim // 2)
+    angles = torch.ones(positions, dim // 2), torch.zeros(positions, dim // 2)
 
     def write_all() -> None:
         for kv in layers:
