@@ -74,6 +74,11 @@ def check_launch(config: Config, launch: Launch) -> None:
         )
     if launch.on_one_machine:
         return
+    if parallel.tp > 1 and config.tiers.host_memory_bytes != 0:
+        raise ConfigError(
+            "--host-memory and --storage are for --cp alone on several hosts: with --tp the heads "
+            "of a page are divided among them; leave out one or the other"
+        )
     if parallel.tp > 1:
         raise ConfigError(
             f"--tp {parallel.tp} needs ranks that share memory, which is not there on several "
@@ -88,11 +93,6 @@ def check_launch(config: Config, launch: Launch) -> None:
         raise ConfigError(
             "--remote-kv direct reads other ranks' memory, which is not there on several hosts: "
             "add --remote-kv send_q or --remote-kv gather_kv"
-        )
-    if config.tiers.host_memory_bytes != 0:
-        raise ConfigError(
-            "--host-memory and --storage are not there for ranks on several hosts: the leader "
-            "moves the pages of all ranks, and maps those of its own machine only; leave them out"
         )
 
 

@@ -101,7 +101,9 @@ def plan_pools(config: Config, path: Path, dtype: str, *, ranks_here: int | None
         )
         device = pool_pages(specs, kv_bytes, demand)
     asked = owners_here * _num_bytes(specs, device)
-    host = host_pages(config, specs, device_bytes=asked, demand=demand)
+    # One machine holds the host pages of all ranks, wherever these are.
+    of_all = specs[0].shard_axis(mesh).size * _num_bytes(specs, device)
+    host = host_pages(config, specs, device_bytes=of_all, demand=demand)
     _check_memory(asked if config.model.device == "cpu" else 0, _num_bytes(specs, host))
     return Pools(
         specs=specs,

@@ -17,6 +17,7 @@ from phloem.engine.joined_ranks import met_group
 from phloem.engine.meeting import Met, find_leader, open_store
 from phloem.engine.rank_process import RankProcess, watch_leader
 from phloem.engine.seat_passing import receive_seat
+from phloem.transfer import PageLink
 from phloem.worker import RankPlace, Wire
 from phloem.worker.peers import group_place
 
@@ -58,7 +59,9 @@ def _serve(launch: Launch, met: Met, timeout_s: float) -> int:
             logger.error("%s", error)
             raise
         axis = ShardAxis(mesh=config.parallel.mesh, ranks_per_owner=1)
-        return group_place(group, axis, config.scheduler.max_running)
+        assert met.pages is not None, "pages travel where memory is not shared"
+        link = PageLink(met.pages, rank=0, lost=wire.shut)
+        return group_place(group, axis, config.scheduler.max_running, (link,))
 
     wire = Wire(met.sock)
     status = RankProcess(wire, launch.rank, take, ranks_here=launch.local_size).run()

@@ -16,6 +16,7 @@ from phloem.engine.rank_seats import rank_seats
 from phloem.engine.rank_talk import RankTalk
 from phloem.engine.seat_passing import send_seat
 from phloem.groups import TorchGroup
+from phloem.transfer import PageLink
 from phloem.worker import RankPlace, Wire
 from phloem.worker.peers import PATIENCE_S, group_place
 
@@ -32,6 +33,10 @@ class JoinedRanks(RankTalk):
         self._store, self._address = meeting.store, meeting.address
         self._socks = meeting.gather(timeout_s)
         self._wires = [Wire(sock) for sock in self._socks]
+        self._links = tuple(
+            PageLink(sock, rank=rank, lost=wire.shut, patience_s=PATIENCE_S)
+            for rank, (sock, wire) in enumerate(zip(meeting.pages, self._wires, strict=False), 1)
+        )
 
     @property
     def wires(self) -> list[Wire]:
@@ -41,7 +46,7 @@ class JoinedRanks(RankTalk):
         if self._own is not None:
             return super()._take_place(max_running)
         group = met_group(self._launch, self._store, self._address, self._timeout_s)
-        return group_place(group, self._axis, max_running)
+        return group_place(group, self._axis, max_running, self._links)
 
     def end_of(self, rank: int) -> str:  # noqa: ARG002 - all of them are elsewhere
         return "its connection has closed"
@@ -53,6 +58,8 @@ class JoinedRanks(RankTalk):
         for wire in self._wires:
             wire.shut()
             wire.close()
+        for link in self._links:
+            link.close()
         self._leave_place()
 
 

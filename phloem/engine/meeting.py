@@ -2,10 +2,11 @@
 
     all        a store at MASTER_ADDR:MASTER_PORT: torchrun's, or one that rank 0 keeps
     leader     listens at MASTER_ADDR, on any free port; leaves port and secret in the store
-    rank r     reads them, connects, and proves who it is (`engine.greeting`)
+    rank r     reads them, connects, and proves who it is (`engine.greeting`): once for messages,
+               once for pages of tiers
 
 Where all are on one machine, the leader listens at a Unix socket instead: memory can be passed on
-over it.
+over it, and no page travels.
 
 The secret is new with every start and stands in the store alone: who may read that may join, so its
 port is for machines that trust each other, as it is for all of torch.distributed.
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _KEY = "phloem/leader"
 _LOOK_S = 0.1  # between two attempts to reach somebody who is not there yet
+_PAGES = 1 << 16  # added to a rank's number where it greets for pages
 # A machine that vanishes without a word is noticed after 10 + 3 * 5 seconds, and after as many
 # milliseconds where it owes an answer to what it was sent.
 _KEEP_ALIVE = {
@@ -49,11 +51,12 @@ _KEEP_ALIVE = {
 @dataclass(frozen=True, slots=True)
 class Met:
     """A rank that the leader has taken in. `address`: its own, at which others reach it. `store`:
-    of this start alone."""
+    of this start alone. `pages`: None on one machine."""
 
     sock: socket.socket
     store: Store
     address: str
+    pages: socket.socket | None = None
 
 
 def open_store(launch: Launch, timeout_s: float) -> Store:
@@ -100,6 +103,12 @@ class Meeting:
         self._secret = os.urandom(32)
         self._listener = _listen_here() if launch.on_one_machine else _listen(launch.address)
         self.address, self._place = _place_of(self._listener)
+        ranks = range(1, launch.size)
+        # By the numbers with which they greet.
+        self._awaited = (
+            set(ranks) if launch.on_one_machine else {*ranks, *(_PAGES + r for r in ranks)}
+        )
+        self.pages: list[socket.socket] = []  # by rank, from `gather` on
         self._taken: set[int] = set()  # under _taking
         self._taking = threading.Lock()
         self._arrived: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
@@ -108,22 +117,25 @@ class Meeting:
         self.store = _own_store(store, self._secret)
 
     def gather(self, timeout_s: float) -> list[socket.socket]:
-        """Connections to ranks 1 ... size - 1. Raises EngineDead, which names who is missing."""
+        """Connections to ranks 1 ... size - 1, and in `pages` those for their pages. Raises
+        EngineDead, which names who is missing."""
         deadline_s = time.monotonic() + timeout_s
         joined: dict[int, socket.socket] = {}
         try:
-            while len(joined) < self._size - 1:
-                rank, sock = self._arrived.get(timeout=max(0.0, deadline_s - time.monotonic()))
-                joined[rank] = sock
-                logger.info("rank %d of %d has joined", rank, self._size)
+            while len(joined) < len(self._awaited):
+                number, sock = self._arrived.get(timeout=max(0.0, deadline_s - time.monotonic()))
+                joined[number] = sock
+                if number < _PAGES:
+                    logger.info("rank %d of %d has joined", number, self._size)
         except queue.Empty:
             for sock in joined.values():
                 sock.close()
-            missing = [rank for rank in range(1, self._size) if rank not in joined]
+            missing = sorted({number % _PAGES for number in self._awaited - joined.keys()})
             raise EngineDead(self._missing(missing, timeout_s)) from None
         finally:
             self.close()
-        return [joined[rank] for rank in sorted(joined)]
+        self.pages = [joined[number] for number in sorted(joined) if number > _PAGES]
+        return [joined[number] for number in sorted(joined) if number < _PAGES]
 
     def close(self) -> None:
         """Take nobody in any more. Idempotent."""
@@ -149,26 +161,27 @@ class Meeting:
     def _greet(self, sock: socket.socket, peer: object) -> None:
         mine: list[int] = []
 
-        def admit(rank: int) -> str | None:
+        def admit(number: int) -> str | None:
+            rank = number % _PAGES
             with self._taking:
-                if not 0 < rank < self._size:
+                if number not in self._awaited:
                     return f"there is no rank {rank} of {self._size} to join"
-                if rank in self._taken:
+                if number in self._taken:
                     return f"there is a rank {rank} already"
-                self._taken.add(rank)
-            mine.append(rank)
+                self._taken.add(number)
+            mine.append(number)
             return None
 
         try:
             _prepare(sock)
-            rank = greet(sock, self._secret, admit)
+            number = greet(sock, self._secret, admit)
         except OSError as error:  # also ConnectionError
             logger.warning("%s was refused: %s", peer or "somebody here", error)
             with self._taking:
                 self._taken.difference_update(mine)
             sock.close()
             return
-        self._arrived.put((rank, sock))
+        self._arrived.put((number, sock))
 
 
 def find_leader(launch: Launch, store: Store, timeout_s: float) -> Met:
@@ -185,14 +198,33 @@ def find_leader(launch: Launch, store: Store, timeout_s: float) -> Met:
         if card is None or sock is None:
             time.sleep(min(_LOOK_S, left_s))
             continue
-        try:
-            _prepare(sock)
-            present(sock, card.secret, launch.rank)
-        except OSError as error:
-            sock.close()
-            raise EngineDead(f"the leader does not take rank {launch.rank}: {error}") from None
-        return Met(sock, _own_store(store, card.secret), _place_of(sock)[0])
+        _present(sock, card, launch, launch.rank)
+        pages = None if launch.on_one_machine else _join_for_pages(launch, card, sock, left_s)
+        return Met(sock, _own_store(store, card.secret), _place_of(sock)[0], pages)
     raise EngineDead(f"rank {launch.rank} could not reach the leader for {timeout_s:g} s: {why}")
+
+
+def _join_for_pages(
+    launch: Launch, card: _Card, joined: socket.socket, timeout_s: float
+) -> socket.socket:
+    """The other connection of a rank that has `joined`, which is given up if this one fails."""
+    try:
+        pages = _connect(launch.address, card.place, timeout_s)
+        _present(pages, card, launch, _PAGES + launch.rank)
+    except (OSError, EngineDead) as error:
+        joined.close()
+        raise EngineDead(f"rank {launch.rank} has lost the leader: {error}") from None
+    return pages
+
+
+def _present(sock: socket.socket, card: _Card, launch: Launch, number: int) -> None:
+    """Raises EngineDead if the leader does not want it, or is not the one."""
+    try:
+        _prepare(sock)
+        present(sock, card.secret, number)
+    except OSError as error:
+        sock.close()
+        raise EngineDead(f"the leader does not take rank {launch.rank}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

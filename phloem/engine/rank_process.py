@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -24,7 +25,7 @@ from collections.abc import Callable
 
 from phloem.cache.placement import make_placement, placed_pools
 from phloem.cache.state import CacheState
-from phloem.config import Config
+from phloem.config import Config, TierOptions
 from phloem.core.errors import ConfigError, EngineDead
 from phloem.engine.build import worker_options
 from phloem.engine.build_pools import Pools, plan_pools, resolve_dtype
@@ -103,11 +104,13 @@ class RankProcess:
         )
         model = resolve_model(config.model.model)
         dtype = resolve_dtype(config, model.path)
-        pools = plan_pools(config, model.path, dtype, ranks_here=self._ranks_here)
+        # The leader has the host tier, and has looked whether its machine has room for it.
+        no_tiers = dataclasses.replace(config, tiers=TierOptions(host_memory="0"))
+        pools = plan_pools(no_tiers, model.path, dtype, ranks_here=self._ranks_here)
         self._wire.send(packed(RankHello(pools.device)))
         sizes = receive_start(self._wire, RankPages)
         pools = pools.resized(device=sizes.device, host=sizes.host)
-        no_host = pools.resized(host=(0,) * len(pools.host))  # the leader moves all pages
+        no_host = pools.resized(host=(0,) * len(pools.host))
         options = worker_options(config, Hooks(), dtype, no_host, inline=True)
         place = self._take(config)
         loaded = load_worker(model.path, options, place=place)

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from phloem.transfer.apart import APART_CHUNK_BYTES, ApartCopier, LeaderGate, tell_loads
 from phloem.transfer.component import ComponentMemory, memory_of
 from phloem.transfer.copier import make_copier
 from phloem.transfer.engine import TransferEngine, TransferHooks
+from phloem.transfer.page_link import PageLink
+from phloem.transfer.page_server import PageServer
 
-__all__ = ["ComponentMemory", "TransferEngine", "TransferHooks", "make_copier", "memory_of"]
+__all__ = [
+    "APART_CHUNK_BYTES",
+    "ApartCopier",
+    "ComponentMemory",
+    "LeaderGate",
+    "PageLink",
+    "PageServer",
+    "TransferEngine",
+    "TransferHooks",
+    "make_copier",
+    "memory_of",
+    "tell_loads",
+]

@@ -8,9 +8,20 @@ from dataclasses import dataclass
 
 from phloem.kv.spec import KVSpec
 from phloem.pools import DevicePool, HostArena
+from phloem.transfer.apart import ApartCopier
 from phloem.transfer.copier import Copier, make_copier
+from phloem.transfer.page_link import PageLink
 
-__all__ = ["ComponentMemory", "memory_of"]
+__all__ = ["ComponentMemory", "layers_needed", "memory_of"]
+
+
+def layers_needed(layers: Sequence[int], layer: int) -> int:
+    """How many of a component's `layers` (the model's numbers, rising) must have been loaded before
+    the model's `layer` can be computed; 0 if that layer reads none of its pages."""
+    index = bisect.bisect_left(layers, layer)
+    if index == len(layers) or layers[index] != layer:
+        return 0
+    return index + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +51,28 @@ class ComponentMemory:
         return self.spec.component().name
 
     def needed(self, layer: int) -> int:
-        """How many of its layers must have been loaded before the model's `layer` can be computed;
-        0 if that layer reads none of its pages."""
-        index = bisect.bisect_left(self.layers, layer)
-        if index == len(self.layers) or self.layers[index] != layer:
-            return 0
-        return index + 1
+        """See `layers_needed`."""
+        return layers_needed(self.layers, layer)
 
 
 def memory_of(
-    pool: DevicePool, arena: HostArena, layers: Sequence[int] | None = None
+    pool: DevicePool,
+    arena: HostArena,
+    layers: Sequence[int] | None = None,
+    *,
+    component: int = 0,
+    links: Sequence[PageLink] = (),
 ) -> ComponentMemory:
-    """The memory of a component whose layers have these numbers in the model; all, if None."""
-    count = arena.layout.spec.num_layers
-    numbers = tuple(range(count)) if layers is None else tuple(layers)
+    """The memory of a component whose layers have these numbers in the model; all, if None.
+
+    `links`: to owners 1, 2, ... of pages, where their pools are not mapped here.
+    """
+    spec = arena.layout.spec
+    numbers = tuple(range(spec.num_layers)) if layers is None else tuple(layers)
     copier = make_copier(pool, arena)
-    pages_per_owner = pool.num_pages if arena.layout.spec.page_bytes else 0
+    if links and spec.page_bytes:
+        copier = ApartCopier(
+            copier, arena, component=component, pages_per_owner=pool.num_pages, links=links
+        )
+    pages_per_owner = pool.num_pages if spec.page_bytes else 0
     return ComponentMemory(arena, copier, numbers, pages_per_owner)

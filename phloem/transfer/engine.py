@@ -16,10 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from phloem.core.clock import Clock
+from phloem.core.errors import PhloemError
 from phloem.core.refs import flat_slots
 from phloem.core.transfer import Transfer, TransferKind, TransferResult
 from phloem.transfer.component import ComponentMemory
 from phloem.transfer.jobs import CopyJob, next_job
+from phloem.transfer.page_link import LiveLoad, LoadNews
 from phloem.transfer.storage import StorageMover
 
 __all__ = ["TransferEngine", "TransferHooks"]
@@ -65,10 +67,15 @@ class TransferEngine:
         clock: Clock,
         *,
         hooks: TransferHooks | None = None,
+        chunk_bytes: int | None = None,
+        on_loads: Callable[[LoadNews], None] | None = None,
     ) -> None:
+        """`chunk_bytes`: None: CHUNK_BYTES. `on_loads`: called on the copy thread after every chunk
+        of a load, and at its end, in whatever way it ends."""
         assert components, "a model has at least one component"
         self._components = tuple(components)
         self._hooks = hooks or TransferHooks()
+        self._chunk_bytes, self._on_loads = chunk_bytes, on_loads
         self._storage = StorageMover([each.arena for each in components], clock)
         # One lock, three things to wait for: a job that can go on, a layer, a result.
         self._lock = threading.Lock()
@@ -78,6 +85,7 @@ class TransferEngine:
         # All below: under _lock.
         self._jobs: list[CopyJob] = []
         self._loads: dict[int, CopyJob] = {}  # until they are polled
+        self._newest_load = -1
         self._results: list[TransferResult] = []
         self._finished_step = -1
         self._closed = False
@@ -99,6 +107,7 @@ class TransferEngine:
             self._jobs.append(job)
             if job.is_load:
                 self._loads[transfer.id] = job
+                self._newest_load = transfer.id
             self._work.notify()
 
     def poll(self) -> list[TransferResult]:
@@ -190,8 +199,15 @@ class TransferEngine:
                 self._hooks.before_chunk(job.transfer, progress)
                 progress = self._copy(job, progress)
             except Exception as failure:  # the thread's entry point: the others go on
-                logger.exception("%s %d failed", job.transfer.kind.value, job.transfer.id)
                 error = f"{type(failure).__name__}: {failure}"
+                trace = None if isinstance(failure, PhloemError) else failure
+                logger.error(
+                    "%s %d failed: %s",
+                    job.transfer.kind.value,
+                    job.transfer.id,
+                    failure,
+                    exc_info=trace,
+                )
         with self._lock:
             job.seconds += time.perf_counter() - started
             job.progress, job.error = progress, error
@@ -201,18 +217,31 @@ class TransferEngine:
                 self._results.append(job.result())
                 self._ended.notify_all()
             self._layers.notify_all()
+            news = self._news()
+        if job.is_load and self._on_loads is not None:
+            self._on_loads(news)
+
+    def _news(self) -> LoadNews:
+        """Under _lock."""
+        live = tuple(
+            LiveLoad(job.transfer.id, job.transfer.component, job.progress)
+            for job in self._loads.values()
+            if not job.ended
+        )
+        return LoadNews(self._newest_load, live)
 
     def _copy(self, job: CopyJob, progress: int) -> int:
         """Copy a chunk; returns the progress after it."""
         transfer, copier = job.transfer, job.memory.copier
+        chunk_bytes = self._chunk_bytes or CHUNK_BYTES
         device = flat_slots(transfer.device, job.memory.pages_per_owner)
         host, spec = transfer.host, job.memory.spec
         if transfer.kind is TransferKind.BACKUP_HOST:
-            end = min(len(host), progress + max(1, CHUNK_BYTES // spec.page_bytes))
+            end = min(len(host), progress + max(1, chunk_bytes // spec.page_bytes))
             copier.to_host(device[progress:end], host[progress:end])
             return end
         layer_bytes = len(host) * spec.page_bytes // spec.num_layers
-        count = 1 if self._hooks.whole_layers else max(1, CHUNK_BYTES // max(1, layer_bytes))
+        count = 1 if self._hooks.whole_layers else max(1, chunk_bytes // max(1, layer_bytes))
         end = min(spec.num_layers, progress + count)
         copier.to_device(device, host, progress, end)
         return end

@@ -16,6 +16,7 @@ from phloem.config.checkpoint import read_model_config
 from phloem.config.model import ModelConfig
 from phloem.core.errors import ConfigError
 from phloem.core.remote import LinkRates
+from phloem.core.transfer import LayerGate
 from phloem.kv.sizing import pages_for_tokens
 from phloem.kv.spec import KVDtype, KVSpec
 from phloem.models import quantisation_of
@@ -24,7 +25,7 @@ from phloem.models.row import ALONE, Row
 from phloem.models.shard import WHOLE, check_tp
 from phloem.pools import DevicePool, HostArena
 from phloem.pools.device import torch_dtype
-from phloem.transfer import TransferEngine, TransferHooks
+from phloem.transfer import LeaderGate, PageServer, TransferEngine, TransferHooks
 from phloem.worker.forward import ForwardOptions, choose_kernels, load_forward
 from phloem.worker.memory import activation_bytes
 from phloem.worker.pages import host_tier, kv_specs, make_pools, page_counts
@@ -139,7 +140,11 @@ def load_worker(
     num_pages = _device_pages(options, specs)
     pools = make_pools(specs, num_pages, device, dtype=how.dtype, place=place)
     hosts, transfers = host_tier(
-        pools, config.component_layers, _host_pages(options, len(specs)), options.transfer_hooks
+        pools,
+        config.component_layers,
+        _host_pages(options, len(specs)),
+        options.transfer_hooks,
+        () if place is None else place.links,
     )
     forward = load_forward(path, config, pools, how, on_progress)
     tables = RowTables(
@@ -156,7 +161,7 @@ def load_worker(
         attention=forward.attention,
         tables=tables,
         hooks=options.hooks,
-        gate=transfers,
+        gate=_gate(transfers, place, pools, config.component_layers),
         place=place,
         reach=None if place is None else _reach(options, forward.attention, pools, place),
     )
@@ -174,6 +179,21 @@ def load_worker(
         transfers=transfers,
         reload=partial(_reload, runner, pools, config, how),
     )
+
+
+def _gate(
+    transfers: TransferEngine | None,
+    place: RankPlace | None,
+    pools: Sequence[DevicePool],
+    layers: Sequence[Sequence[int]],
+) -> LayerGate | None:
+    """Where this worker waits for layers that are loaded; None: others do, or nobody need."""
+    if place is None or not place.links:
+        return transfers
+    if place.peers.rank:
+        (link,) = place.links
+        return PageServer(link, pools, layers)
+    return None if transfers is None else LeaderGate(transfers)
 
 
 def _step_bytes(options: WorkerOptions, config: ModelConfig, how: ForwardOptions) -> int:

@@ -14,6 +14,7 @@ from phloem.config.checkpoint import read_model_config
 from phloem.core.mesh import Mesh, ShardAxis
 from phloem.groups import Link, LinkedGroup, LocalGroup, local_groups, local_progress
 from phloem.pools import DevicePool
+from phloem.transfer import PageLink
 from phloem.worker.follower import Follower, NoReplica, Replica
 from phloem.worker.load import LoadedWorker, WorkerOptions, kv_dtype_of, load_worker
 from phloem.worker.pages import kv_specs, page_counts, pool_layouts
@@ -49,6 +50,7 @@ def load_local_ranks(
     axis, pools, sampled = _memory(path, options, Mesh(tp=tp, cp=size))
     boards = local_progress(axis.mesh.world)
     groups, rows = _groups(axis)
+    links: dict[int, tuple[PageLink, ...]] = {}  # by rank
 
     def load(rank: int, options: WorkerOptions) -> LoadedWorker:
         group = groups[rank] if link is None else LinkedGroup(groups[rank], link)
@@ -61,18 +63,21 @@ def load_local_ranks(
             row=rows.get(rank),
         )
         if not maps_pools:
-            place = group_place(group, axis, options.max_running)
+            place = group_place(group, axis, options.max_running, links.get(rank, ()))
         own = options if hooks is None else replace(options, hooks=hooks(rank))
         return load_worker(path, own, place=place)
 
     alone = replace(options, host_pages=0, window_host_pages=None, transfer_hooks=None, inline=True)
     wires = []
     for rank in range(1, axis.mesh.world):
-        ours, theirs = socket.socketpair()
+        wire, theirs = map(Wire, socket.socketpair())
+        if not maps_pools and tp == 1:
+            ours, its = _link(rank, wire, theirs)
+            links |= {0: (*links.get(0, ()), ours), rank: (its,)}
         replica = NoReplica() if replicas is None else replicas(rank)
-        follower = Follower(rank, Wire(theirs), load(rank, alone), replica)
+        follower = Follower(rank, theirs, load(rank, alone), replica)
         threading.Thread(target=follower.serve, name=f"phloem-rank{rank}").start()
-        wires.append(Wire(ours))
+        wires.append(wire)
     loaded = load(0, options)
     assert not isinstance(loaded.worker, RankedWorker), "one rank's own"
     return replace(loaded, worker=RankedWorker(loaded.worker, wires))
@@ -90,6 +95,12 @@ def _groups(axis: ShardAxis) -> tuple[dict[int, LocalGroup], dict[int, LocalGrou
         ranks = mesh.row_of(first)
         rows |= zip(ranks, local_groups(mesh.tp, axis="tp", members=ranks), strict=True)
     return groups, rows
+
+
+def _link(rank: int, wire: Wire, theirs: Wire) -> tuple[PageLink, PageLink]:
+    """For pages of tiers between the leader and a rank: both ends."""
+    ours, its = socket.socketpair()
+    return PageLink(ours, rank=rank, lost=wire.shut), PageLink(its, rank=0, lost=theirs.shut)
 
 
 def _memory(

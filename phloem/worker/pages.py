@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -14,7 +15,14 @@ from phloem.kv.layout import PageLayout, default_head_groups
 from phloem.kv.sizing import num_pages_for
 from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
 from phloem.pools import DevicePool, HostArena
-from phloem.transfer import TransferEngine, TransferHooks, memory_of
+from phloem.transfer import (
+    APART_CHUNK_BYTES,
+    PageLink,
+    TransferEngine,
+    TransferHooks,
+    memory_of,
+    tell_loads,
+)
 from phloem.worker.peers import RankPlace
 
 __all__ = ["host_tier", "kv_specs", "make_pools", "page_counts", "pool_layouts"]
@@ -121,10 +129,12 @@ def host_tier(
     layers: Sequence[Sequence[int]],
     counts: Sequence[int],
     hooks: TransferHooks | None,
+    links: Sequence[PageLink] = (),
 ) -> tuple[tuple[HostArena, ...], TransferEngine | None]:
     """An arena of `counts[c]` pages for each component, and what moves pages; none with 0 pages.
 
-    `layers[c]`: the model's numbers of the layers of component c.
+    `layers[c]`: the model's numbers of the layers of component c. `links`: to the other owners of
+    pages, where these pools are one rank's alone; they are told of loads.
     """
     if min(counts) < 0:
         raise ConfigError(f"host_pages must be at least 0, got {min(counts)}")
@@ -134,6 +144,15 @@ def host_tier(
         HostArena(replace(pool.layout, num_pages=count), arena_id=component)
         for component, (pool, count) in enumerate(zip(pools, counts, strict=True))
     )
-    parts = zip(pools, arenas, layers, strict=True)
-    memories = [memory_of(pool, arena, numbers) for pool, arena, numbers in parts]
-    return arenas, TransferEngine(memories, MonotonicClock(), hooks=hooks)
+    memories = [
+        memory_of(pool, arena, numbers, component=component, links=links)
+        for component, (pool, arena, numbers) in enumerate(zip(pools, arenas, layers, strict=True))
+    ]
+    engine = TransferEngine(
+        memories,
+        MonotonicClock(),
+        hooks=hooks,
+        chunk_bytes=APART_CHUNK_BYTES if links else None,
+        on_loads=partial(tell_loads, tuple(links)) if links else None,
+    )
+    return arenas, engine

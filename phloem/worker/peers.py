@@ -21,6 +21,7 @@ from phloem.core.mesh import ShardAxis
 from phloem.core.plan import RowPlan
 from phloem.groups import LAST_LAYER, Progress
 from phloem.models.shard import Shard
+from phloem.transfer import PageLink
 from phloem.worker.group_peers import GroupPeers
 from phloem.worker.sampled import SampledTokens
 
@@ -96,7 +97,9 @@ class RankPlace:
     component, `DevicePool.shared_bytes`; None: this rank has pages of its own, and others' can only
     travel. `sampled`: `SampledTokens.num_bytes`, which `peers` keep the same on all ranks. `group`:
     one rank of each owner, for pages and queries that travel. `row`: the ranks that compute the
-    same tokens; None: this one alone. Who loads the worker owns the groups.
+    same tokens; None: this one alone. Who loads the worker owns the groups. `links`: over which the
+    leader moves pages of tiers, where they are not in memory that it maps: its own end of each
+    other rank's, in their order; of another rank, its end.
     """
 
     peers: Peers | GroupPeers
@@ -105,6 +108,7 @@ class RankPlace:
     sampled: mmap.mmap
     group: Group[Tensor] | None = None
     row: Group[Tensor] | None = None
+    links: tuple[PageLink, ...] = ()
 
     @property
     def owner(self) -> int:
@@ -123,12 +127,16 @@ class RankPlace:
         for group in (self.group, self.row):
             if group is not None:
                 group.close()
+        for link in self.links:
+            link.close()
 
 
-def group_place(group: Group[Tensor], axis: ShardAxis, max_running: int) -> RankPlace:
+def group_place(
+    group: Group[Tensor], axis: ShardAxis, max_running: int, links: tuple[PageLink, ...] = ()
+) -> RankPlace:
     """Of a rank that shares no memory with the others, each of which owns pages alone. Takes over
-    the group."""
+    the group and the links."""
     assert axis.size == group.size == axis.mesh.cp, f"{axis} has other owners than ranks"
     sampled = mmap.mmap(-1, SampledTokens.num_bytes(max_running))
     peers = GroupPeers(group, SampledTokens(max_running, sampled))
-    return RankPlace(peers=peers, axis=axis, pools=None, sampled=sampled, group=group)
+    return RankPlace(peers=peers, axis=axis, pools=None, sampled=sampled, group=group, links=links)

@@ -332,7 +332,7 @@ def merged(plan: StepPlan, results: Sequence[StepResult]) -> StepResult:
         step=plan.step,
         rows=tuple(_sampled(row, rows) for row in plan.rows if row.sample),
         compute_s=max(result.compute_s for result in results),
-        load_wait_s=results[0].load_wait_s,
+        load_wait_s=max(result.load_wait_s for result in results),
     )
 
 

@@ -131,8 +131,8 @@ class Runner:
         self._tables.apply(plan)
         replicated = self._replicate(plan)
         on_layer = functools.partial(self._between_layers, plan)
-        # Where several ranks run, the one that moves pages waits for all of them: nobody reads a
-        # layer before it has posted it.
+        # Where ranks share memory, the one that moves pages waits for all of them: nobody reads a
+        # layer before it has posted it. Where they do not, each has a gate for its own pages.
         waits_elsewhere = self._gate is None and self._peers is not None
         layers = LayerWaits(self._gate, () if waits_elsewhere else plan.loads, on_layer)
         try:

@@ -61,6 +61,7 @@ def test_half_a_start_is_refused(change: dict[str, str | None], says: str) -> No
 
 
 TRAVELS = ParallelOptions(cp=4, remote_kv="send_q")
+ROWS = ParallelOptions(cp=2, tp=2, remote_kv="send_q")
 
 
 @pytest.mark.parametrize(
@@ -69,8 +70,8 @@ TRAVELS = ParallelOptions(cp=4, remote_kv="send_q")
         (Config(), "4 processes were started .* --cp 1 needs 1"),
         (Config(parallel=ParallelOptions(cp=4, remote_kv="direct")), "--remote-kv direct"),
         (Config(parallel=ParallelOptions(cp=4, placement="replicate")), "--placement replicate"),
-        (Config(parallel=TRAVELS, tiers=TierOptions(host_memory="1GB")), "--host-memory"),
-        (Config(parallel=TRAVELS, tiers=TierOptions(storage="/tmp/x")), "--storage"),
+        (Config(parallel=ROWS, tiers=TierOptions(host_memory="1GB")), "--host-memory"),
+        (Config(parallel=ROWS, tiers=TierOptions(storage="/tmp/x")), "--storage .* --cp alone"),
     ],
 )
 def test_what_ranks_of_several_hosts_cannot_do_is_one_line(config: Config, says: str) -> None:
@@ -94,3 +95,4 @@ def test_pages_that_travel_between_hosts_are_fine() -> None:
     launch = launch_from(TORCHRUN)
     assert launch is not None
     check_launch(Config(parallel=TRAVELS), launch)
+    check_launch(Config(parallel=TRAVELS, tiers=TierOptions(storage="/tmp/x")), launch)

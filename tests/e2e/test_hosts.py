@@ -146,9 +146,11 @@ def launched(model: Path) -> Iterator[Launched]:
     made.close()
 
 
-def check(launched: Launched, expected: list[Any]) -> None:
-    """Tokens and their log-probabilities, cold and from cached pages."""
-    for turn in range(2):
+def check(launched: Launched, expected: list[Any], *, storage: bool = False) -> None:
+    """Tokens and their log-probabilities, cold and from cached pages; then from storage."""
+    for turn in range(3 if storage else 2):
+        if turn == 2:
+            httpx.post(f"{launched.url}/flush_cache", trust_env=False).raise_for_status()
         for prompt, one in zip(PROMPTS, expected, strict=True):
             found = launched.ask(prompt)
             cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -159,12 +161,13 @@ def check(launched: Launched, expected: list[Any]) -> None:
 
 
 def test_two_hosts_answer_as_one_rank_and_end_when_one_is_killed(
-    launched: Launched, expected: list[Any]
+    launched: Launched, expected: list[Any], tmp_path: Path
 ) -> None:
     """Red if anything needs memory that both map; if a rank or its torchrun lives on."""
-    launched.torchrun(2, 1, *TRAVELS)
+    tiers = ("--host-memory", "1MB", "--storage", str(tmp_path), "--prefetch-policy")
+    launched.torchrun(2, 1, *TRAVELS, *tiers, "wait_complete")
     launched.wait_ready()
-    check(launched, expected)
+    check(launched, expected, storage=True)
     (front,), (rank,) = launched.children(0), launched.children(1)
     server = os.pidfd_open(front)
     os.kill(rank, signal.SIGKILL)

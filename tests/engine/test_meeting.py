@@ -15,7 +15,7 @@ from phloem.core.errors import ConfigError, EngineDead
 from phloem.core.mesh import Mesh, ShardAxis
 from phloem.engine import greeting, meeting
 from phloem.engine.greeting import greet, present
-from phloem.engine.meeting import Meeting, find_leader
+from phloem.engine.meeting import Meeting, Met, find_leader
 from phloem.engine.rank_seats import rank_seats, size_memory
 from phloem.engine.seat_passing import receive_seat, send_seat
 from phloem.kv.layout import PageLayout
@@ -38,6 +38,12 @@ def launch(rank: int, size: int = 3, local_size: int = 1) -> Launch:
     )
 
 
+def close(met: Met) -> None:
+    met.sock.close()
+    if met.pages is not None:
+        met.pages.close()
+
+
 @pytest.fixture
 def met() -> Iterator[tuple[Meeting, dist.HashStore]]:
     store = dist.HashStore()
@@ -52,16 +58,18 @@ def test_ranks_come_in_any_order_and_talk_over_their_own_wires(met) -> None:
     assert leader.address == "127.0.0.1"
     found = in_threads(2, lambda at: find_leader(launch(2 - at), store, PATIENT_S))
     socks = leader.gather(PATIENT_S)
-    for rank, sock in enumerate(socks, 1):
+    for rank, (sock, pages) in enumerate(zip(socks, leader.pages, strict=True), 1):
         mine = found[2 - rank]
         assert mine.address == "127.0.0.1"
-        sock.sendall(bytes([rank]))
-        assert mine.sock.recv(10) == bytes([rank])
-        assert mine.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert mine.pages is not None
+        for ours, theirs, said in ((sock, mine.sock, rank), (pages, mine.pages, 100 + rank)):
+            ours.sendall(bytes([said]))
+            assert theirs.recv(10) == bytes([said])
+            assert theirs.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            ours.close()
+            theirs.close()
     leader.store.set("of this start", "yes")
     assert found[0].store.get("of this start") == b"yes"
-    for sock in (*socks, *(each.sock for each in found)):
-        sock.close()
     with pytest.raises(ConnectionError):  # it listens no more
         socket.create_connection((leader.address, leader._place))
 
@@ -72,6 +80,7 @@ def test_ranks_of_one_machine_get_their_seats_over_the_wire() -> None:
     leader = Meeting(launch(0, 2, 2), store)
     (met,) = in_threads(1, lambda _at: find_leader(launch(1, 2, 2), store, PATIENT_S))
     (sock,) = leader.gather(PATIENT_S)
+    assert (met.pages, leader.pages) == (None, [])
     own, other = rank_seats(AXIS, 2)
     size_memory(own, [PageLayout(SPEC, 4, 1), PageLayout(SPEC, 7, 1)], 3)
     send_seat(sock, other)
@@ -100,8 +109,23 @@ def test_a_rank_that_does_not_come_is_named(met) -> None:
     here = find_leader(launch(1), store, PATIENT_S)
     with pytest.raises(EngineDead, match=r"^rank 2 has not joined for 1 s .*--join-timeout-s$"):
         leader.gather(1.0)
-    assert here.sock.recv(10) == b""  # who came is told that it is over
-    here.sock.close()
+    assert here.pages is not None
+    for mine in (here.sock, here.pages):
+        assert mine.recv(10) == b""  # who came is told that it is over
+        mine.close()
+
+
+def test_a_rank_whose_second_connection_does_not_come_is_named(met) -> None:
+    """As long as it is missing nothing begins."""
+    leader, _ = met
+    found = []
+    for number in (1, 2, meeting._PAGES + 1):
+        found.append(socket.create_connection((leader.address, leader._place)))
+        present(found[-1], leader._secret, number)
+    with pytest.raises(EngineDead, match=r"^rank 2 has not joined for 0.2 s"):
+        leader.gather(0.2)
+    for sock in found:
+        sock.close()
 
 
 def test_a_leader_that_does_not_come_is_an_error_in_time() -> None:
@@ -118,7 +142,7 @@ def test_a_card_that_an_earlier_leader_has_left_is_not_the_end(met, monkeypatch)
         port = gone.getsockname()[1]
     store.set(meeting._KEY, meeting._Card(port, b"old").to_json())
     monkeypatch.setattr(meeting.time, "sleep", lambda _s: store.set(meeting._KEY, card))
-    find_leader(launch(1), store, PATIENT_S).sock.close()
+    close(find_leader(launch(1), store, PATIENT_S))
 
 
 def test_strangers_are_refused_and_delay_nobody(met, monkeypatch, caplog) -> None:
@@ -146,8 +170,10 @@ def test_strangers_are_refused_and_delay_nobody(met, monkeypatch, caplog) -> Non
         assert [len(socks), caplog.text.count("was refused")] == [2, 4]
     assert "does not know the secret" in caplog.text
     assert "there is a rank 1 already" in caplog.text
-    for sock in (*socks, first.sock, second.sock):
+    for sock in (*socks, *leader.pages):
         sock.close()
+    close(first)
+    close(second)
 
 
 def test_a_rank_finds_out_that_it_is_not_the_leader_who_answers() -> None:

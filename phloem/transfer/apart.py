@@ -1,0 +1,147 @@
+"""The leader's end of the transfers where ranks share no memory with it.
+
+The transfer engine stays as it is: it moves pages between the host arena and "the device", of which
+the parts of other ranks are reached over a link each. What a chunk has moved is in place on every
+rank before the engine goes on.
+
+    page = owner * pages_per_owner + slot      owner 0: this rank's pool; owner r: over links[r - 1]
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from phloem.core.errors import GroupError
+from phloem.core.transfer import LayerGate
+from phloem.pools import HostArena
+from phloem.transfer.copier import Copier
+from phloem.transfer.page_link import Get, LoadNews, PageLink, Put
+
+__all__ = ["APART_CHUNK_BYTES", "ApartCopier", "LeaderGate", "tell_loads"]
+
+_Slots = npt.NDArray[np.int64]
+
+# A link is slower than memory: what is urgent waits for one chunk, and layers come chunk by chunk.
+APART_CHUNK_BYTES = 4 << 20
+# What is sent at once, and how many of these may be unanswered: so much memory is in flight.
+PIECE_BYTES = 1 << 20
+PIECES_AHEAD = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Pages of one other rank; `slots` of its pool, `host` of the arena."""
+
+    link: PageLink
+    slots: _Slots
+    host: _Slots
+
+
+class ApartCopier:
+    """Of one component. Belongs to the engine's copy thread, like the links; raises GroupError if a
+    rank is gone. `own` copies the pages of this rank."""
+
+    def __init__(
+        self,
+        own: Copier,
+        arena: HostArena,
+        *,
+        component: int,
+        pages_per_owner: int,
+        links: Sequence[PageLink],
+    ) -> None:
+        self._own, self._arena, self._component = own, arena, component
+        self._pages_per_owner, self._links = pages_per_owner, tuple(links)
+
+    def to_host(self, device: _Slots, host: _Slots) -> None:
+        """Whole pages."""
+        own = device < self._pages_per_owner
+        if own.any():
+            self._own.to_host(device[own], host[own])
+        pages = self._arena.bytes
+
+        def ask(piece: _Piece) -> None:
+            piece.link.send(Get(self._component, piece.slots.tobytes()))
+
+        def take(piece: _Piece) -> None:
+            data = np.empty((len(piece.host), *pages.shape[1:]), dtype=np.uint8)
+            piece.link.receive_bytes(data)
+            pages[piece.host] = data
+
+        page_bytes = self._arena.layout.spec.page_bytes
+        self._exchange(self._pieces(device, host, page_bytes), ask, take)
+
+    def to_device(self, device: _Slots, host: _Slots, first_layer: int, end_layer: int) -> None:
+        """Layers first_layer ... end_layer - 1 of pages."""
+        own = device < self._pages_per_owner
+        if own.any():
+            self._own.to_device(device[own], host[own], first_layer, end_layer)
+        pages = self._arena.bytes[:, :, first_layer:end_layer]
+
+        def give(piece: _Piece) -> None:
+            put = Put(self._component, piece.slots.tobytes(), first_layer, end_layer)
+            piece.link.send(put, np.ascontiguousarray(pages[piece.host]))
+
+        spec = self._arena.layout.spec
+        part_bytes = spec.page_bytes * (end_layer - first_layer) // spec.num_layers
+        pieces = self._pieces(device, host, part_bytes)
+        self._exchange(pieces, give, lambda piece: piece.link.receive_ack())
+
+    def _pieces(self, device: _Slots, host: _Slots, page_bytes: int) -> Iterator[_Piece]:
+        """What other ranks have of these pages."""
+        count = max(1, PIECE_BYTES // max(1, page_bytes))
+        owners, slots = np.divmod(device, self._pages_per_owner)
+        for owner, link in enumerate(self._links, 1):
+            theirs = np.flatnonzero(owners == owner)
+            for low in range(0, len(theirs), count):
+                part = theirs[low : low + count]
+                yield _Piece(link, slots[part], host[part])
+
+    def _exchange(
+        self,
+        pieces: Iterable[_Piece],
+        begin: Callable[[_Piece], None],
+        finish: Callable[[_Piece], None],
+    ) -> None:
+        """Begin some pieces ahead of those that are finished; return when all are."""
+        unanswered: deque[_Piece] = deque()
+        try:
+            for piece in pieces:
+                begin(piece)
+                unanswered.append(piece)
+                if len(unanswered) > PIECES_AHEAD:
+                    finish(unanswered.popleft())
+            while unanswered:
+                finish(unanswered.popleft())
+        except Exception:  # whatever it was: an answer that is owed is no answer to anything later
+            while unanswered:
+                with contextlib.suppress(GroupError):
+                    finish(unanswered.popleft())
+            raise
+
+
+class LeaderGate:
+    """What the leader's own worker sees of the engine."""
+
+    def __init__(self, engine: LayerGate) -> None:
+        self._engine = engine
+
+    def wait_layer(self, transfer_ids: tuple[int, ...], layer: int) -> None:
+        """See `LayerGate`."""
+        self._engine.wait_layer(transfer_ids, layer)
+
+    def step_finished(self, step: int) -> None:
+        """Other ranks may still be at it: the loop knows when all have finished."""
+
+
+def tell_loads(links: Sequence[PageLink], news: LoadNews) -> None:
+    """Let all ranks know where loads are. A rank that is gone is noticed elsewhere."""
+    for link in links:
+        with contextlib.suppress(GroupError):
+            link.send(news)

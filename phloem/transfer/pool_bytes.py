@@ -1,0 +1,49 @@
+"""Pages of a device pool as bytes that travel."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from phloem.pools import DevicePool
+
+__all__ = ["PoolBytes"]
+
+_Slots = npt.NDArray[np.int64]
+_Bytes = npt.NDArray[np.uint8]
+
+
+class PoolBytes:
+    """Copies in and out of a pool in plain memory, in the order of its layout. Slots are int64
+    (n,) of this rank's own pages."""
+
+    def __init__(self, pool: DevicePool) -> None:
+        data, spec = pool.buffer.data, pool.layout.spec
+        assert data.device.type == "cpu", f"pages of {data.device} cannot travel"
+        self._num_pages = pool.num_pages
+        groups, layers = int(data.shape[1]), spec.num_layers
+        # (P, G, L, bytes of one layer of one head group)
+        shape = (len(data), groups, layers, spec.page_bytes // max(1, groups * layers))
+        self._pages: _Bytes = data.view(torch.uint8).numpy().reshape(shape)
+
+    def room(self, count: int, num_layers: int) -> _Bytes:
+        """Room for so many layers of so many pages, (n, G, layers, bytes)."""
+        _, groups, _, size = self._pages.shape
+        return np.empty((count, groups, num_layers, size), dtype=np.uint8)
+
+    def read(self, slots: _Slots) -> _Bytes:
+        """Whole pages, (n, G, L, bytes)."""
+        self._check(slots)
+        return np.take(self._pages, slots, axis=0)
+
+    def write(self, slots: _Slots, first_layer: int, data: _Bytes) -> None:
+        """Layers of pages from the first one on, as `room` lays them out."""
+        self._check(slots)
+        end_layer = first_layer + data.shape[2]
+        for slot, page in zip(slots.tolist(), data, strict=True):
+            np.copyto(self._pages[slot, :, first_layer:end_layer], page)
+
+    def _check(self, slots: _Slots) -> None:
+        inside = ((slots >= 0) & (slots < self._num_pages)).all()
+        assert inside, f"slots {slots} of a pool of {self._num_pages}"
