@@ -31,6 +31,8 @@ _Slots = npt.NDArray[np.int64]
 APART_CHUNK_BYTES = 4 << 20
 # What is sent at once, and how many of these may be unanswered: so much memory is in flight.
 PIECE_BYTES = 1 << 20
+# Small pages: who sends one answer reads no more questions, and these must have room on the way.
+PIECE_PAGES = 512
 PIECES_AHEAD = 3
 
 
@@ -95,7 +97,7 @@ class ApartCopier:
 
     def _pieces(self, device: _Slots, host: _Slots, page_bytes: int) -> Iterator[_Piece]:
         """What other ranks have of these pages."""
-        count = max(1, PIECE_BYTES // max(1, page_bytes))
+        count = min(PIECE_PAGES, max(1, PIECE_BYTES // max(1, page_bytes)))
         owners, slots = np.divmod(device, self._pages_per_owner)
         for owner, link in enumerate(self._links, 1):
             theirs = np.flatnonzero(owners == owner)
