@@ -164,7 +164,7 @@ class PageLink:
 
 def _flat(data: _Bytes) -> memoryview:
     assert data.flags.c_contiguous, "bytes travel as they lie"
-    return memoryview(data.reshape(-1))
+    return data.reshape(-1).data
 
 
 def _receive(sock: socket.socket, view: memoryview) -> None:

@@ -155,15 +155,16 @@ class Walk:
             assert all(flight.looks), "a layer was read before it was there"
 
     def act(self) -> None:
-        match self.rng.randrange(8):
+        match self.rng.randrange(12):
             case 0 | 1 | 2:
                 self.begin()
-            case 3:
+            case 3 | 5:
                 self.finish_step()
-            case 4 if self.flights:
+            case 4 if self.flights and self.rng.random() < 0.5:
                 self.rig.engine.cancel(self.rng.choice(sorted(self.flights)))
             case _:
                 self.permits.release(self.rng.randrange(1, 6))
+                self.rig.engine.wait(0.001)
         for result in self.rig.poll():
             self.take(result)
 
@@ -190,7 +191,7 @@ def walks(seeds: Iterable[int]) -> list[Walk]:
         made.append(each := Walk(seed))
         with each.rig:
             try:
-                for _ in range(120):
+                for _ in range(250):
                     each.act()
                 each.end()
             finally:
