@@ -44,8 +44,13 @@ class ApartRig:
     """Close it, or use it as a context: then no thread of it may be left."""
 
     def __init__(
-        self, *, hooks: TransferHooks | None = None, patience_s: float = PATIENCE_S
+        self,
+        *,
+        hooks: TransferHooks | None = None,
+        patience_s: float = PATIENCE_S,
+        chunk_bytes: int = 1,
     ) -> None:
+        """`chunk_bytes`: 1: a page, or a layer."""
         self.lost: list[int] = []  # ranks whose links have broken
         self.pools = [
             [
@@ -73,7 +78,7 @@ class ApartRig:
             memories,
             MonotonicClock(),
             hooks=hooks,
-            chunk_bytes=1,  # a page, or a layer
+            chunk_bytes=chunk_bytes,
             on_loads=lambda news: tell_loads(self.links, news),
         )
         self.gates: list[LayerGate] = [LeaderGate(self.engine), *self.servers]

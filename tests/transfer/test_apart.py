@@ -43,10 +43,11 @@ class Flight:
 class Walk:
     """Transfers at random over a rig, beside a model that says what every page must hold."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, chunk_bytes: int = 1) -> None:
         self.rng = random.Random(seed)
         self.permits = threading.Semaphore(0)
-        self.rig = ApartRig(hooks=TransferHooks(before_chunk=self._before_chunk))
+        hooks = TransferHooks(before_chunk=self._before_chunk)
+        self.rig = ApartRig(hooks=hooks, chunk_bytes=chunk_bytes)
         self.flights: dict[int, Flight] = {}
         self.step = 0  # the newest that has finished
         self.num_done = {BACKUP: 0, LOAD: 0}
@@ -185,10 +186,10 @@ def _layer(page: bytes, component: int, at: int) -> bytes:
     return b"".join(page[(group * layers + at) * size :][:size] for group in range(2))
 
 
-def walks(seeds: Iterable[int]) -> list[Walk]:
+def walks(seeds: Iterable[int], chunk_bytes: int = 1) -> list[Walk]:
     made = []
     for seed in seeds:
-        made.append(each := Walk(seed))
+        made.append(each := Walk(seed, chunk_bytes))
         with each.rig:
             try:
                 for _ in range(250):
@@ -205,12 +206,14 @@ def pieces(monkeypatch):
     monkeypatch.setattr("phloem.transfer.apart.PIECE_BYTES", 1)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_walk_moves_what_a_naive_model_says(seed, pieces, caplog):
+@pytest.mark.parametrize(("chunk_bytes", "piece_bytes"), [(1, 1), (1, 6000), (9000, 6000)])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_walk_moves_what_a_naive_model_says(seed, chunk_bytes, piece_bytes, monkeypatch, caplog):
     """Backups and loads of pages of all ranks, cancelled and failing, beside steps that wait for
     their layers. Red if bytes come to another place or too early, or a step waits for ever."""
+    monkeypatch.setattr("phloem.transfer.apart.PIECE_BYTES", piece_bytes)
     with caplog.at_level(logging.CRITICAL):
-        (made,) = walks([seed])
+        (made,) = walks([seed], chunk_bytes)
     assert min(made.num_done.values()) > 10
     assert made.num_failed > 2
     assert not made.rig.lost
