@@ -6,6 +6,7 @@ wire and its place.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import signal
 
@@ -61,7 +62,8 @@ def _serve(launch: Launch, met: Met, timeout_s: float) -> int:
         axis = ShardAxis(mesh=config.parallel.mesh, ranks_per_owner=1)
         assert met.pages is not None, "pages travel where memory is not shared"
         link = PageLink(met.pages, rank=0, lost=wire.shut)
-        return group_place(group, axis, config.scheduler.max_running, (link,))
+        place = group_place(group, axis, config.scheduler.max_running)
+        return dataclasses.replace(place, links=(link,))
 
     wire = Wire(met.sock)
     status = RankProcess(wire, launch.rank, take, ranks_here=launch.local_size).run()

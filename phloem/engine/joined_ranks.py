@@ -6,6 +6,8 @@ learns how.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch._C._distributed_c10d import Store
 
 from phloem.config.launch import Launch
@@ -46,7 +48,8 @@ class JoinedRanks(RankTalk):
         if self._own is not None:
             return super()._take_place(max_running)
         group = met_group(self._launch, self._store, self._address, self._timeout_s)
-        return group_place(group, self._axis, max_running, self._links)
+        place = group_place(group, self._axis, max_running)
+        return replace(place, links=self._links)
 
     def end_of(self, rank: int) -> str:  # noqa: ARG002 - all of them are elsewhere
         return "its connection has closed"

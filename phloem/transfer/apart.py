@@ -33,7 +33,7 @@ APART_CHUNK_BYTES = 4 << 20
 PIECE_BYTES = 1 << 20
 # Small pages: who sends one answer reads no more questions, and these must have room on the way.
 PIECE_PAGES = 512
-PIECES_AHEAD = 3
+MOST_UNANSWERED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class ApartCopier:
             for piece in pieces:
                 begin(piece)
                 unanswered.append(piece)
-                if len(unanswered) > PIECES_AHEAD:
+                if len(unanswered) == MOST_UNANSWERED:
                     finish(unanswered.popleft())
             while unanswered:
                 finish(unanswered.popleft())

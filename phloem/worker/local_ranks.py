@@ -63,9 +63,9 @@ def load_local_ranks(
             row=rows.get(rank),
         )
         if not maps_pools:
-            place = group_place(group, axis, options.max_running, links.get(rank, ()))
+            place = group_place(group, axis, options.max_running)
         own = options if hooks is None else replace(options, hooks=hooks(rank))
-        return load_worker(path, own, place=place)
+        return load_worker(path, own, place=replace(place, links=links.get(rank, ())))
 
     alone = replace(options, host_pages=0, window_host_pages=None, transfer_hooks=None, inline=True)
     wires = []

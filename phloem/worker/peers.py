@@ -131,12 +131,10 @@ class RankPlace:
             link.close()
 
 
-def group_place(
-    group: Group[Tensor], axis: ShardAxis, max_running: int, links: tuple[PageLink, ...] = ()
-) -> RankPlace:
+def group_place(group: Group[Tensor], axis: ShardAxis, max_running: int) -> RankPlace:
     """Of a rank that shares no memory with the others, each of which owns pages alone. Takes over
-    the group and the links."""
+    the group."""
     assert axis.size == group.size == axis.mesh.cp, f"{axis} has other owners than ranks"
     sampled = mmap.mmap(-1, SampledTokens.num_bytes(max_running))
     peers = GroupPeers(group, SampledTokens(max_running, sampled))
-    return RankPlace(peers=peers, axis=axis, pools=None, sampled=sampled, group=group, links=links)
+    return RankPlace(peers=peers, axis=axis, pools=None, sampled=sampled, group=group)
