@@ -177,11 +177,15 @@ def test_two_hosts_answer_as_one_rank_and_end_when_one_is_killed(
     assert "rank 1 failed: its connection has closed" in launched.output()
 
 
-def test_ranks_started_by_hand_drain_on_sigterm(launched: Launched) -> None:
+def test_ranks_started_by_hand_drain_on_sigterm(
+    launched: Launched, model: Path, tmp_path: Path
+) -> None:
     """All of them get it, as from a supervisor. Red if the other rank leaves before the last
-    answer is complete, or if one ends with an error."""
-    launched.by_hand(1, 2, "--remote-kv", "gather_kv")  # before there is a leader
-    launched.by_hand(0, 2, "--remote-kv", "gather_kv")
+    answer is complete and its pages are written down, or if one ends with an error."""
+    flags = ("--remote-kv", "gather_kv", "--write-policy", "write_back")
+    tiers = ("--host-memory", "1MB", "--storage", str(tmp_path))
+    launched.by_hand(1, 2, *flags, *tiers)  # before there is a leader
+    launched.by_hand(0, 2, *flags, *tiers)
     launched.wait_ready()
     body = {"prompt": PROMPTS[0], "max_tokens": 80, "stream": True, "ignore_eos": True}
     body |= {"stream_options": {"include_usage": True}}
@@ -196,6 +200,9 @@ def test_ranks_started_by_hand_drain_on_sigterm(launched: Launched) -> None:
     assert events[-1]["usage"]["completion_tokens"] == 80
     assert launched.statuses(20) == [0, 0], launched.output()
     assert "Traceback" not in launched.output()
+    alone = {"dtype": "fp32", "page_size": 4, "num_pages": 200, "threads": 1}
+    with LLM(str(model), storage=str(tmp_path), prefetch_policy="wait_complete", **alone) as llm:
+        assert llm.generate(PROMPTS[0], SamplingParams(max_tokens=1))[0].cached.storage >= 24
 
 
 @pytest.mark.long
