@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from phloem.config.options import Config
 from phloem.core.errors import ConfigError
+from phloem.core.mesh import Mesh
 
 __all__ = ["Launch", "check_launch", "launch_from"]
 
@@ -67,18 +68,9 @@ def check_launch(config: Config, launch: Launch) -> None:
     """Raise ConfigError for settings that such a start cannot have; every process looks itself."""
     parallel = config.parallel
     if parallel.mesh.world != launch.size:
-        asked = f"--cp {parallel.cp}" + (f" --tp {parallel.tp}" if parallel.tp > 1 else "")
-        raise ConfigError(
-            f"{launch.size} processes were started (WORLD_SIZE), but {asked} needs "
-            f"{parallel.mesh.world}: start so many, or give --cp {launch.size}"
-        )
+        raise ConfigError(_other_size(parallel.mesh, launch.size))
     if launch.on_one_machine:
         return
-    if parallel.tp > 1:
-        raise ConfigError(
-            f"--tp {parallel.tp} needs ranks that share memory, which is not there on several "
-            f"hosts: give --cp {launch.size} alone"
-        )
     if parallel.placement == "replicate":
         raise ConfigError(
             "--placement replicate writes into other ranks' memory, which is not there on several "
@@ -94,6 +86,15 @@ def check_launch(config: Config, launch: Launch) -> None:
             "--host-memory and --storage are not there for ranks on several hosts: the leader "
             "moves the pages of all ranks, and maps those of its own machine only; leave them out"
         )
+
+
+def _other_size(mesh: Mesh, size: int) -> str:
+    tp = f" --tp {mesh.tp}" if mesh.tp > 1 else ""
+    instead = "" if size % mesh.tp else f", or give --cp {size // mesh.tp}{tp}"
+    return (
+        f"{size} processes were started (WORLD_SIZE), but --cp {mesh.cp}{tp} needs {mesh.world}: "
+        f"start so many{instead}"
+    )
 
 
 def _number(environ: Mapping[str, str], name: str, *, low: int, high: int) -> int:

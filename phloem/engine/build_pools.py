@@ -77,7 +77,8 @@ def plan_pools(config: Config, path: Path, dtype: str, *, ranks_here: int | None
     """Divide the memory that the settings name. Raises ConfigError if it cannot be.
 
     `ranks_here` ranks (None: all) share this machine: what is taken when nothing is named is
-    divided among them.
+    divided among them. Pages are whole: what `ranks_per_owner` ranks hold between them, in memory
+    that they share or each its part, takes as much of each rank.
     """
     mesh, model = config.parallel.mesh, read_model_config(path)
     check_tp(model, mesh.tp)
@@ -85,7 +86,7 @@ def plan_pools(config: Config, path: Path, dtype: str, *, ranks_here: int | None
     pages = dtype if config.cache.kv_dtype == "auto" else config.cache.kv_dtype
     specs = kv_specs(model, dtype=KVDtype(pages), page_size=config.page_size)
     window = specs[-1].retention
-    owners_here = max(1, specs[0].shard_axis(mesh).size * ranks_here // mesh.world)
+    each = specs[0].shard_axis(mesh).ranks_per_owner
     demand = PoolDemand(
         max_model_len=config.model.max_model_len or model.max_position,
         max_running=config.scheduler.max_running,
@@ -96,11 +97,11 @@ def plan_pools(config: Config, path: Path, dtype: str, *, ranks_here: int | None
     if config.cache.num_pages is not None:
         device = pool_pages_beside(specs, config.cache.num_pages, demand)
     else:
-        kv_bytes = (
-            config.cache.kv_memory_bytes or _auto_kv_bytes(config.model.device) // owners_here
+        rank_bytes = (
+            config.cache.kv_memory_bytes or _auto_kv_bytes(config.model.device) // ranks_here
         )
-        device = pool_pages(specs, kv_bytes, demand)
-    asked = owners_here * _num_bytes(specs, device)
+        device = pool_pages(specs, each * rank_bytes, demand)
+    asked = ranks_here * _num_bytes(specs, device) // each
     host = host_pages(config, specs, device_bytes=asked, demand=demand)
     _check_memory(asked if config.model.device == "cpu" else 0, _num_bytes(specs, host))
     return Pools(

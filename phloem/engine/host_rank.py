@@ -13,12 +13,11 @@ from phloem.config import Config
 from phloem.config.launch import Launch
 from phloem.core.errors import EngineDead
 from phloem.core.mesh import ShardAxis
-from phloem.engine.joined_ranks import met_group
+from phloem.engine.apart import Rendezvous, place_apart
 from phloem.engine.meeting import Met, find_leader, open_store
 from phloem.engine.rank_process import RankProcess, watch_leader
 from phloem.engine.seat_passing import receive_seat
 from phloem.worker import RankPlace, Wire
-from phloem.worker.peers import group_place
 
 __all__ = ["serve_rank"]
 
@@ -49,16 +48,15 @@ def _serve(launch: Launch, met: Met, timeout_s: float) -> int:
         except OSError as error:
             raise EngineDead(f"rank {launch.rank} has got no seat: {error}") from None
 
-    def take(config: Config) -> RankPlace:
+    def take(config: Config, axis: ShardAxis) -> RankPlace:
         if seat is not None:
             return seat.take()
+        at = Rendezvous(rank=launch.rank, store=met.store, address=met.address, timeout_s=timeout_s)
         try:
-            group = met_group(launch, met.store, met.address, timeout_s)
+            return place_apart(at, axis, config.scheduler.max_running)
         except EngineDead as error:  # the leader sees only that this rank does not come
             logger.error("%s", error)
             raise
-        axis = ShardAxis(mesh=config.parallel.mesh, ranks_per_owner=1)
-        return group_place(group, axis, config.scheduler.max_running)
 
     wire = Wire(met.sock)
     status = RankProcess(wire, launch.rank, take, ranks_here=launch.local_size).run()

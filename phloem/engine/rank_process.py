@@ -26,6 +26,7 @@ from phloem.cache.placement import make_placement, placed_pools
 from phloem.cache.state import CacheState
 from phloem.config import Config
 from phloem.core.errors import ConfigError, EngineDead
+from phloem.core.mesh import ShardAxis
 from phloem.engine.build import worker_options
 from phloem.engine.build_pools import Pools, plan_pools, resolve_dtype
 from phloem.engine.loop_core import window_config
@@ -67,14 +68,14 @@ def _watch(fd: int, over: threading.Event) -> None:
 
 
 class RankProcess:
-    """Loads and serves one rank. `take`: its place, once the leader has said how large pools are;
-    `ranks_here`: as `plan_pools`."""
+    """Loads and serves one rank. `take`: its place, once the leader has said how large pools are,
+    given the settings and who owns pages; `ranks_here`: as `plan_pools`."""
 
     def __init__(
         self,
         wire: Wire,
         rank: int,
-        take: Callable[[Config], RankPlace],
+        take: Callable[[Config, ShardAxis], RankPlace],
         *,
         ranks_here: int | None = None,
     ) -> None:
@@ -109,7 +110,7 @@ class RankProcess:
         pools = pools.resized(device=sizes.device, host=sizes.host)
         no_host = pools.resized(host=(0,) * len(pools.host))  # the leader moves all pages
         options = worker_options(config, Hooks(), dtype, no_host, inline=True)
-        place = self._take(config)
+        place = self._take(config, pools.axis)
         loaded = load_worker(model.path, options, place=place)
         follower = Follower(self._rank, self._wire, loaded, _replica(config, pools))
         gc.collect()
@@ -145,7 +146,7 @@ def main() -> int:
         signal.signal(signum, signal.SIG_IGN)
     watch_leader(args.socket)
     wire, seat = Wire(socket.socket(fileno=args.socket)), RankSeat.from_json(args.seat)
-    return RankProcess(wire, seat.progress.rank, lambda _config: seat.take()).run()
+    return RankProcess(wire, seat.progress.rank, lambda _config, _axis: seat.take()).run()
 
 
 if __name__ == "__main__":

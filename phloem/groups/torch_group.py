@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -44,9 +45,15 @@ class TorchGroup(BaseGroup):
         *,
         axis: str = "cp",
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        members: Sequence[int] = (),
     ) -> None:
+        """`store`: of this group alone. `members`: as of `BaseGroup`."""
         super().__init__(
-            rank=process_group.rank(), size=process_group.size(), axis=axis, timeout_s=timeout_s
+            rank=process_group.rank(),
+            size=process_group.size(),
+            axis=axis,
+            timeout_s=timeout_s,
+            members=members,
         )
         self._group: dist.ProcessGroup | None = process_group
         self._store = PrefixStore(f"phloem-{axis}", store)
@@ -62,13 +69,15 @@ class TorchGroup(BaseGroup):
         size: int,
         axis: str = "cp",
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        members: Sequence[int] = (),
         meet_s: float | None = None,
         address: str | None = None,
     ) -> TorchGroup:
-        """Meet the other ranks at the store. Blocks until all have come, for `meet_s` at most
-        (None: `timeout_s`).
+        """Meet the other ranks at the store, which is of this group alone. Blocks until all have
+        come, for `meet_s` at most (None: `timeout_s`).
 
-        `address`: of this machine, at which the others reach it; None: what its name resolves to.
+        `members`: as of `BaseGroup`. `address`: of this machine, at which the others reach it;
+        None: what its name resolves to.
         """
         named = PrefixStore(f"phloem-gloo-{axis}", store)
         kind: Any = ProcessGroupGloo  # whose stubs know less than it does
@@ -84,7 +93,7 @@ class TorchGroup(BaseGroup):
             gloo = cast(dist.ProcessGroup, kind(named, rank, size, options))
         except RuntimeError as error:  # also dist.DistError: somebody did not come
             raise GroupError(f"the ranks of {axis} did not meet: {_line(error)}") from error
-        return cls(gloo, store, axis=axis, timeout_s=timeout_s)
+        return cls(gloo, store, axis=axis, timeout_s=timeout_s, members=members)
 
     def begin_all_reduce(self, tensor: Tensor, how: Reduce) -> Flight:
         if not tensor.is_cuda:

@@ -278,8 +278,9 @@ class Runner:
     def _planned(self, plan: StepPlan, inputs: StepInputs) -> PlannedAttention:
         """Attention in the ways that the plan says; if anything travels, all ranks plan for all."""
         if not self._remote(plan).exchanges:
-            mapped = self._place is None or self._place.pools is not None
-            assert mapped, "pages of other owners are not mapped"
+            place = self._place
+            here = place is None or place.pools is not None or place.axis.size == 1
+            assert here, "pages of other owners are not mapped"
             return PlannedAttention(self._attention, self._attention.plan(inputs.batches))
         assert self._choice is not None, "pages cannot travel: this rank is in no group"
         assert self._place is not None, "ranks of a group are peers"

@@ -61,6 +61,7 @@ def test_half_a_start_is_refused(change: dict[str, str | None], says: str) -> No
 
 
 TRAVELS = ParallelOptions(cp=4, remote_kv="send_q")
+ROWS = ParallelOptions(cp=2, tp=2)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,9 @@ TRAVELS = ParallelOptions(cp=4, remote_kv="send_q")
         (Config(parallel=ParallelOptions(cp=4, placement="replicate")), "--placement replicate"),
         (Config(parallel=TRAVELS, tiers=TierOptions(host_memory="1GB")), "--host-memory"),
         (Config(parallel=TRAVELS, tiers=TierOptions(storage="/tmp/x")), "--storage"),
+        (Config(parallel=ROWS, tiers=TierOptions(host_memory="1GB")), "--host-memory"),
+        (Config(parallel=ParallelOptions(cp=3, tp=2)), "--cp 3 --tp 2 needs 6.* --cp 2 --tp 2$"),
+        (Config(parallel=ParallelOptions(tp=3)), "--cp 1 --tp 3 needs 3: start so many$"),
     ],
 )
 def test_what_ranks_of_several_hosts_cannot_do_is_one_line(config: Config, says: str) -> None:
@@ -90,7 +94,8 @@ def test_ranks_that_torchrun_starts_on_one_machine_can_do_what_others_can() -> N
         check_launch(Config(), launch)
 
 
-def test_pages_that_travel_between_hosts_are_fine() -> None:
+@pytest.mark.parametrize("parallel", [TRAVELS, ROWS, ParallelOptions(tp=4)], ids=str)
+def test_pages_that_travel_between_hosts_and_rows_are_fine(parallel: ParallelOptions) -> None:
     launch = launch_from(TORCHRUN)
     assert launch is not None
-    check_launch(Config(parallel=TRAVELS), launch)
+    check_launch(Config(parallel=parallel), launch)
