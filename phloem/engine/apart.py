@@ -1,9 +1,11 @@
 """How ranks that share no memory form their groups, over the store at which they have met.
 
-    here/R       rank R has come: who has not is named before anybody waits for it in a library
+    here/R       rank R has come, and on which machine it is: who has not is named before anybody
+                 waits for it in a library
     mesh         all ranks: sampled tokens; pages and queries too, where every rank owns pages
     part-P       those that hold part P of the heads of pages: pages and queries
-    row-I        those that compute the same tokens: sums
+    row-I        those that compute the same tokens: sums; through shared memory where all of them
+                 are on one machine
 
 What a group leaves in the store, it leaves under a name of its own.
 """
@@ -14,14 +16,15 @@ import contextlib
 import datetime
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError
 
 from phloem.core.errors import EngineDead, GroupError
 from phloem.core.mesh import ShardAxis
-from phloem.groups import TorchGroup
+from phloem.engine.row_seats import machine_name, named, row_seat
+from phloem.groups import ShmGroup, TorchGroup
 from phloem.worker import RankPlace
 from phloem.worker.peers import PATIENCE_S, group_place
 
@@ -31,12 +34,14 @@ __all__ = ["Rendezvous", "place_apart"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
     """Where rank `rank` forms its groups. `store`: of this start alone. `address`: as of
-    `TorchGroup.gloo`. `timeout_s`: so long all of them may take together."""
+    `TorchGroup.gloo`. `timeout_s`: so long all of them may take together. `machine`: as of
+    `row_seats.machine_name`."""
 
     rank: int
     store: Store
     address: str | None
     timeout_s: float
+    machine: str = field(default_factory=machine_name)
 
 
 def place_apart(at: Rendezvous, axis: ShardAxis, max_running: int) -> RankPlace:
@@ -44,30 +49,37 @@ def place_apart(at: Rendezvous, axis: ShardAxis, max_running: int) -> RankPlace:
     before all have. Raises EngineDead if they do not."""
     deadline_s = time.monotonic() + at.timeout_s
     mesh, rank = axis.mesh, at.rank
-    _wait_for_all(at, mesh.world, deadline_s)
-    made: list[TorchGroup] = []
-
-    def group(name: str, kind: str, ranks: Sequence[int]) -> TorchGroup | None:
-        """None where this rank is alone in it."""
-        if len(ranks) == 1:
-            return None
-        made.append(_group(at, name, kind, ranks, deadline_s))
-        return made[-1]
-
+    machines = _wait_for_all(at, mesh.world, deadline_s)
+    made: list[TorchGroup | ShmGroup] = []
+    parts = row = None
+    # In the same order everywhere: who waits in one group must be awaited in no other one.
     try:
-        world = group("mesh", "mesh", range(mesh.world))
-        assert world is not None, "one rank alone is apart from nobody"
-        part = axis.part_of(rank)
-        # In the same order everywhere: who waits in one group must be awaited in no other one.
-        parts = None
-        if axis.ranks_per_owner > 1:
-            parts = group(f"part-{part}", "cp", axis.peers_of(rank))
-        row = group(f"row-{mesh.cp_index(rank)}", "tp", mesh.row_of(rank))
+        world = _group(at, "mesh", "mesh", range(mesh.world), deadline_s)
+        made.append(world)
+        if 1 < axis.size < mesh.world:
+            name = f"part-{axis.part_of(rank)}"
+            parts = _group(at, name, "cp", axis.peers_of(rank), deadline_s)
+            made.append(parts)
+        if mesh.tp > 1:
+            row = _row(at, axis, machines, deadline_s)
     except GroupError as error:
-        for each in made:
-            each.close()
+        for group in made:
+            group.close()
         raise EngineDead(str(error)) from None
     return group_place(world, axis, max_running, parts=parts, row=row)
+
+
+def _row(
+    at: Rendezvous, axis: ShardAxis, machines: Sequence[str], deadline_s: float
+) -> TorchGroup | ShmGroup:
+    ranks = axis.mesh.row_of(at.rank)
+    name = f"row-{axis.mesh.cp_index(at.rank)}"
+    here = {machines[rank] for rank in ranks}
+    if len(here) > 1 or "" in here:
+        return _group(at, name, "tp", ranks, deadline_s)
+    store = PrefixStore(name, at.store)
+    seat = row_seat(store, ranks, at.rank, timeout_s=PATIENCE_S, deadline_s=deadline_s)
+    return ShmGroup(seat)
 
 
 def _group(
@@ -86,23 +98,23 @@ def _group(
     )
 
 
-def _wait_for_all(at: Rendezvous, size: int, deadline_s: float) -> None:
-    keys = {rank: f"here/{rank}" for rank in range(size)}
+def _wait_for_all(at: Rendezvous, size: int, deadline_s: float) -> list[str]:
+    """The machine of each rank."""
+    keys = [f"here/{rank}" for rank in range(size)]
     try:
-        at.store.set(keys[at.rank], "yes")
-        for key in keys.values():
+        at.store.set(keys[at.rank], at.machine)
+        for key in keys:
             with contextlib.suppress(DistStoreError):
                 at.store.wait([key], datetime.timedelta(seconds=_left_s(deadline_s)))
-        missing = [rank for rank, key in keys.items() if not at.store.check([key])]
+        missing = [rank for rank, key in enumerate(keys) if not at.store.check([key])]
+        if not missing:
+            return [at.store.get(key).decode() for key in keys]
     except RuntimeError as error:
         raise EngineDead(f"the store of the ranks is gone: {_line(error)}") from None
-    if missing:
-        names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        have = "has" if len(missing) == 1 else "have"
-        raise EngineDead(
-            f"{names} {have} not come to form groups for {at.timeout_s:g} s, though the leader had "
-            "taken all in; the output of that rank says why"
-        )
+    raise EngineDead(
+        f"{named(missing)} not come to form groups for {at.timeout_s:g} s, though the leader had "
+        "taken all in; what is written there says why"
+    )
 
 
 def _left_s(deadline_s: float) -> float:

@@ -33,7 +33,7 @@ CELLS = [
     ("v3-yarn", 1, 3, "send_q", True, "torch"),
     ("llama", 2, 1, "gather_kv", True, "torch"),
     ("llama-tied", 2, 2, "send_q", True, "torch"),
-    ("v3", 2, 1, "send_q", False, "torch"),
+    pytest.param("v3", 2, 1, "send_q", False, "torch", marks=pytest.mark.long),
     ("v3-halves", 2, 2, "gather_kv", True, "torch"),
 ]
 
@@ -93,11 +93,10 @@ def test_windows_have_pools_of_their_own_too(
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        ("llama", "fp4"),
         ("gemma2", "int8"),
         *(
             pytest.param(*cell, marks=pytest.mark.long)
-            for cell in (("llama", "int8"), ("llama-tied", "fp8"), ("gpt_oss", "bf16"))
+            for cell in (("llama", "fp4"), ("llama-tied", "fp8"), ("gpt_oss", "bf16"))
         ),
     ],
 )
@@ -115,6 +114,7 @@ def test_each_rank_of_a_row_has_the_bytes_of_its_heads(
         journey(rig, words(1, 14), 3)
         assert sum(answer.cached for answer in rig.answers.values()) > 0
         assert check_exact(rig, cold) > 0
+    cold.close()
 
 
 @pytest.mark.parametrize(
