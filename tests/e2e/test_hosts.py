@@ -198,8 +198,8 @@ def test_ranks_started_by_hand_drain_on_sigterm(launched: Launched) -> None:
 def test_a_row_of_two_hosts_answers_as_one_rank(launched: Launched, expected: list[Any]) -> None:
     """Each holds half of the heads, and of the weights. Red if they need memory that both map."""
     row = ("--cp", "1", "--tp", "2", "--verify-collectives")
-    launched.by_hand(1, 2, *row)
     launched.by_hand(0, 2, *row)
+    launched.by_hand(1, 2, *row)
     launched.wait_ready()
     check(launched, expected)
     launched.processes[0].send_signal(signal.SIGTERM)
