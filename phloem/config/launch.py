@@ -2,6 +2,7 @@
 
     RANK, WORLD_SIZE           which rank of how many this process is
     LOCAL_WORLD_SIZE           how many of them are on this machine; not set: this one alone
+    LOCAL_RANK                 which of these this process is, and so which GPU it takes
     MASTER_ADDR, MASTER_PORT   where they meet: an address of rank 0's machine
 
 They say where a process runs, and nothing about what it serves: no setting is read here.
@@ -27,6 +28,7 @@ class Launch:
     rank: int
     size: int
     local_size: int
+    local_rank: int = 0
     address: str
     port: int
     keeps_store: bool
@@ -43,9 +45,12 @@ def launch_from(environ: Mapping[str, str]) -> Launch | None:
         return None
     size = _number(environ, "WORLD_SIZE", low=2, high=1024)
     rank = _number(environ, "RANK", low=0, high=size - 1)
-    local_size = 1
+    local_size, local_rank = 1, 0
     if "LOCAL_WORLD_SIZE" in environ:
         local_size = _number(environ, "LOCAL_WORLD_SIZE", low=1, high=size)
+        local_rank = rank % local_size
+        if "LOCAL_RANK" in environ:
+            local_rank = _number(environ, "LOCAL_RANK", low=0, high=local_size - 1)
     address = environ.get("MASTER_ADDR", "")
     if not address:
         raise ConfigError("WORLD_SIZE is set, but MASTER_ADDR is not: name rank 0's machine")
@@ -58,6 +63,7 @@ def launch_from(environ: Mapping[str, str]) -> Launch | None:
         rank=rank,
         size=size,
         local_size=local_size,
+        local_rank=local_rank,
         address=address,
         port=_number(environ, "MASTER_PORT", low=1, high=65535),
         keeps_store=rank == 0 and not by_agent,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from phloem.config.launch import Launch
 from phloem.core.errors import EngineDead
 from phloem.core.mesh import ShardAxis
-from phloem.engine.apart import Rendezvous, place_apart
+from phloem.engine.apart import LOOPBACK, Rendezvous, place_apart
 from phloem.engine.meeting import Meeting, open_store
 from phloem.engine.rank_seats import rank_seats
 from phloem.engine.rank_talk import RankTalk
@@ -20,14 +20,20 @@ __all__ = ["JoinedRanks", "SeatedRanks"]
 
 
 class JoinedRanks(RankTalk):
-    """Ranks 1 ... size - 1, and the place of rank 0. Owns the wires."""
+    """Ranks 1 ... size - 1, and the place of rank 0, which runs on `device`. Owns the wires."""
 
-    def __init__(self, launch: Launch, timeout_s: float, axis: ShardAxis) -> None:
+    _seated: bool = False  # whether ranks share memory
+
+    def __init__(self, launch: Launch, timeout_s: float, axis: ShardAxis, device: str) -> None:
         """Wait until all have joined. Raises ConfigError or EngineDead if they do not."""
         self._axis = axis
-        meeting = Meeting(launch, open_store(launch, timeout_s))
+        meeting = Meeting(launch, open_store(launch, timeout_s), seated=self._seated)
         self._rendezvous = Rendezvous(
-            rank=launch.rank, store=meeting.store, address=meeting.address, timeout_s=timeout_s
+            rank=launch.rank,
+            store=meeting.store,
+            address=LOOPBACK if launch.on_one_machine else meeting.address,
+            timeout_s=timeout_s,
+            device=device,
         )
         self._socks = meeting.gather(timeout_s)
         self._wires = [Wire(sock) for sock in self._socks]
@@ -57,11 +63,13 @@ class JoinedRanks(RankTalk):
 class SeatedRanks(JoinedRanks):
     """All of them on this machine: they share memory, as those do that the leader starts."""
 
+    _seated = True
+
     def __init__(
         self, launch: Launch, timeout_s: float, axis: ShardAxis, num_components: int
     ) -> None:
         """As `JoinedRanks`, and everybody has a seat."""
-        super().__init__(launch, timeout_s, axis)
+        super().__init__(launch, timeout_s, axis, "cpu")
         self._own, *seats = rank_seats(axis, num_components)
         try:
             for sock, seat in zip(self._socks, seats, strict=True):

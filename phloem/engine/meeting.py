@@ -49,11 +49,12 @@ _KEEP_ALIVE = {
 @dataclass(frozen=True, slots=True)
 class Met:
     """A rank that the leader has taken in. `address`: its own, at which others reach it. `store`:
-    of this start alone."""
+    of this start alone. `seated`: the leader sends it a seat."""
 
     sock: socket.socket
     store: Store
     address: str
+    seated: bool
 
 
 def open_store(launch: Launch, timeout_s: float) -> Store:
@@ -94,8 +95,11 @@ def _answers(address: str, port: int, timeout_s: float) -> bool:
 class Meeting:
     """The leader's end: takes every rank in, once, and then nobody any more."""
 
-    def __init__(self, launch: Launch, store: Store) -> None:
-        """Listen, and tell. Raises ConfigError if MASTER_ADDR is no address of this machine."""
+    def __init__(self, launch: Launch, store: Store, *, seated: bool = False) -> None:
+        """Listen, and tell. `seated`: everybody gets a seat.
+
+        Raises ConfigError if MASTER_ADDR is no address of this machine.
+        """
         self._size = launch.size
         self._secret = os.urandom(32)
         self._listener = _listen_here() if launch.on_one_machine else _listen(launch.address)
@@ -104,7 +108,7 @@ class Meeting:
         self._taking = threading.Lock()
         self._arrived: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
         threading.Thread(target=self._accept, name="phloem-meeting", daemon=True).start()
-        store.set(_KEY, _Card(self._place, self._secret).to_json())
+        store.set(_KEY, _Card(self._place, self._secret, seated).to_json())
         self.store = _own_store(store, self._secret)
 
     def gather(self, timeout_s: float) -> list[socket.socket]:
@@ -191,19 +195,22 @@ def find_leader(launch: Launch, store: Store, timeout_s: float) -> Met:
         except OSError as error:
             sock.close()
             raise EngineDead(f"the leader does not take rank {launch.rank}: {error}") from None
-        return Met(sock, _own_store(store, card.secret), _place_of(sock)[0])
+        return Met(sock, _own_store(store, card.secret), _place_of(sock)[0], card.seated)
     raise EngineDead(f"rank {launch.rank} could not reach the leader for {timeout_s:g} s: {why}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Card:
-    """What the leader leaves in the store. `place`: a port, or the name of a Unix socket."""
+    """What the leader leaves in the store. `place`: a port, or the name of a Unix socket. `seated`:
+    as of `Met`."""
 
     place: int | str
     secret: bytes
+    seated: bool = False
 
     def to_json(self) -> str:
-        return json.dumps({"place": self.place, "secret": self.secret.hex()})
+        fields = {"place": self.place, "secret": self.secret.hex(), "seated": self.seated}
+        return json.dumps(fields)
 
 
 def _card(store: Store) -> _Card | None:
@@ -214,7 +221,7 @@ def _card(store: Store) -> _Card | None:
         fields = json.loads(store.get(_KEY))
     except RuntimeError as error:
         raise EngineDead(f"the store is gone: {_line(error)}") from None
-    return _Card(fields["place"], bytes.fromhex(fields["secret"]))
+    return _Card(fields["place"], bytes.fromhex(fields["secret"]), fields["seated"])
 
 
 def _own_store(store: Store, secret: bytes) -> Store:

@@ -30,6 +30,10 @@ __all__ = ["PATIENCE_S", "Peers", "RankPlace", "group_place"]
 PATIENCE_S = 120.0
 
 
+def _nothing() -> None:
+    """Nothing has to be done."""
+
+
 class Peers:
     """Over a board of progress, which it owns. Belongs to the thread that runs the steps."""
 
@@ -97,6 +101,9 @@ class RankPlace:
     in others' can only travel. `sampled`: `SampledTokens.num_bytes`, which `peers` keep the same on
     all ranks. `group`: one rank of each owner, for pages and queries that travel. `row`: the ranks
     that compute the same tokens; None: this one alone. Who loads the worker owns the groups.
+
+    `give_up`: called from any thread when no step need end any more. `on_leave`: called when this
+    rank has left, perhaps more than once.
     """
 
     peers: Peers | GroupPeers
@@ -105,6 +112,8 @@ class RankPlace:
     sampled: mmap.mmap
     group: Group[Tensor] | None = None
     row: Group[Tensor] | None = None
+    give_up: Callable[[], None] = _nothing
+    on_leave: Callable[[], None] = _nothing
 
     @property
     def owner(self) -> int:
@@ -123,6 +132,7 @@ class RankPlace:
         for group in (self.group, self.row):
             if group is not None:
                 group.close()
+        self.on_leave()
 
 
 def group_place(

@@ -113,6 +113,8 @@ class Runner:
     def stop(self) -> None:
         """Give up the running step at its next layer, and all later ones. From any thread."""
         self._stopped = True
+        if self._place is not None:
+            self._place.give_up()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, free: FreePages | None = None) -> StepResult:
