@@ -24,7 +24,7 @@ from phloem.engine import ranks as ranks_module
 from phloem.engine.apart import LOOPBACK, Rendezvous, place_apart
 from phloem.engine.apart_ranks import ApartRanks
 from phloem.engine.apart_seat import ApartSeat
-from phloem.engine.build_pools import plan_pools
+from phloem.engine.build_pools import Pools, plan_pools
 from phloem.engine.build_ranks import starting_ranks_apart
 from phloem.engine.joined_ranks import JoinedRanks
 from phloem.engine.loop_core import LoopCore
@@ -210,8 +210,8 @@ def test_a_rank_takes_its_place_on_its_own_gpu(
     ours.send(packed(RankPages((7,), (0,))))
     taken: list[str] = []
 
-    def take(_config: Config, device: str) -> Any:
-        taken.append(device)
+    def take(_config: Config, pools: Pools) -> Any:
+        taken.append(pools.runs_on)
         raise Reached("far enough")
 
     assert RankProcess(theirs, 3, take, local_rank=1, ranks_here=2).run() == 1
