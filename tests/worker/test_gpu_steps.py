@@ -5,6 +5,8 @@ What mixes devices is refused; values are nobody's, so what a step samples is in
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +132,15 @@ def test_what_a_step_computes_and_sends_stays_on_the_ranks_gpu(
             parts=None if axis.size == mesh.world else parts,
             row=None if tp == 1 else row,
         )
+        told: list[str] = []
+        place = replace(place, give_up=partial(told.append, "give up"))
         loaded = load_worker(tmp_path, options, place=place)
         assert isinstance(loaded.worker, InlineWorker)
         assert {str(pool.buffer.data.device) for pool in loaded.pools} == {GPU}
         play(loaded.worker, axis, RemoteWays.all(Remote(way)), windows=len(loaded.specs) > 1)
+        loaded.worker.stop()
         loaded.worker.close()
+        assert told == ["give up"]
     assert world.moved.pop("ALL_GATHER") == {"cpu"}  # tokens
     travels = {"ALL_TO_ALL": {GPU}}
     all_own = axis.size == mesh.world
