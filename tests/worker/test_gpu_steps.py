@@ -149,8 +149,8 @@ def test_what_a_step_computes_and_sends_stays_on_the_ranks_gpu(
 
 
 def play(worker: InlineWorker, axis: ShardAxis, ways: RemoteWays, *, windows: bool) -> None:
-    """Two chunks; a chunk of the row and of another one that shares its pages; a token of both, which
-    are sampled by who computes their pages."""
+    """Two chunks; a chunk of the row and of another one that shares its pages; a token of both.
+    Who computes the last page of a row samples it."""
     owner, one, two = striped(axis.size), list(range(2, 45)), list(range(2, 36))
     driver = RankDriver(worker, owner, size=axis.size, num_pages=PAGES, page_size=PAGE)
     driver.ways = (ways,)
