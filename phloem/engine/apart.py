@@ -7,8 +7,8 @@
     row-I        those that compute the same tokens: sums; through shared memory where all of them
                  are on one machine, and not on GPUs
 
-What a group leaves in the store, it leaves under a name of its own. Where ranks have GPUs, these are
-connected in all groups that move what is on them.
+What a group leaves in the store, it leaves under a name of its own. Where ranks have GPUs, these
+are connected in all groups that move what is on them.
 """
 
 from __future__ import annotations

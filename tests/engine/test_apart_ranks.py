@@ -226,8 +226,8 @@ def message_of(body: bytes) -> FromRank:
     return rank_messages._FROM_RANK.decode(body)
 
 
-class Group:
-    """What `TorchGroup.gloo` has made. `joined`: GPUs."""
+class Group(TorchGroup):
+    """What `TorchGroup.gloo` has made, and nothing behind it. `joined`: GPUs."""
 
     def __init__(self, name: str, rank: int, members: Any) -> None:
         self.name, self.rank, self.members, self.size = name, rank, members, len(members)
@@ -260,7 +260,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
 def store_of(size: int) -> dist.HashStore:
     store = dist.HashStore()
     for rank in range(size):
-        store.set(f"here/{rank}", "yes")
+        store.set(f"here/{rank}", "another machine")
     return store
 
 
@@ -303,8 +303,8 @@ def test_gpus_that_do_not_connect_end_the_start(
 
     monkeypatch.setattr(Group, "join_gpus", refuse)
     with pytest.raises(EngineDead, match=r"^no way to cuda:0$"):
-        meet("cuda:0")
-    assert [group.closed for group in made] == [True]
+        meet("cuda:0", ShardAxis(mesh=Mesh(tp=2, cp=2), ranks_per_owner=2))
+    assert [group.closed for group in made] == [True, False]  # the last one closes itself
 
 
 # -- ranks that somebody else has started, all on one machine

@@ -204,6 +204,18 @@ def test_who_leaves_ends_what_runs_on_its_gpu(played: Played) -> None:
         played.exchange([1, 1, 1], GPU)
 
 
+def test_who_cannot_connect_its_gpu_leaves(played: Played, monkeypatch) -> None:
+    """Others are told at once, and not at a deadline."""
+
+    def refuse(*_: Any, **_how: Any) -> Nccl:
+        raise GroupError("no way")
+
+    monkeypatch.setattr(Nccl, "meet", refuse)
+    with pytest.raises(GroupError, match="no way"):
+        played.group.join_gpus(GPU)
+    assert played.gloo.asked == [("shutdown",)]
+
+
 @pytest.mark.skipif(dist.is_nccl_available(), reason="this build of PyTorch has NCCL")
 def test_a_build_without_nccl_is_one_line() -> None:
     with pytest.raises(GroupError, match=r"^this build of PyTorch has no NCCL"):
