@@ -2,6 +2,7 @@
 # make install   the same without serving
 # make test      every test that fits in ten minutes on two cores
 # make test-all  the long products as well
+# make test-gpu  what needs two GPUs, alone: has not run yet
 # make check     ruff, mypy, import contracts
 # make clean     remove the environment and all caches
 #
@@ -28,7 +29,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check
 # A file stays with one worker: fixtures of a module are made once.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve install dev test test-all check clean help
+.PHONY: serve install dev test test-all test-gpu check clean help
 
 serve: $(VENV)/.run
 	$(BIN)/phloem serve $(MODEL) $(if $(STORAGE),--storage $(STORAGE) --storage-size 2GB) $(ARGS)
@@ -43,6 +44,9 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev
 	$(PYTEST) -m "long or not long" --timeout 1800 $(TESTS)
+
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -m gpu -rs tests/e2e/test_gpus.py
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

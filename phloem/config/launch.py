@@ -2,6 +2,7 @@
 
     RANK, WORLD_SIZE           which rank of how many this process is
     LOCAL_WORLD_SIZE           how many of them are on this machine; not set: this one alone
+    LOCAL_RANK                 which of these this process is, and so which GPU it takes
     MASTER_ADDR, MASTER_PORT   where they meet: an address of rank 0's machine
 
 They say where a process runs, and nothing about what it serves: no setting is read here.
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 from phloem.config.options import Config
 from phloem.core.errors import ConfigError
+from phloem.core.mesh import Mesh
 
 __all__ = ["Launch", "check_launch", "launch_from"]
 
@@ -26,6 +28,7 @@ class Launch:
     rank: int
     size: int
     local_size: int
+    local_rank: int = 0
     address: str
     port: int
     keeps_store: bool
@@ -42,9 +45,12 @@ def launch_from(environ: Mapping[str, str]) -> Launch | None:
         return None
     size = _number(environ, "WORLD_SIZE", low=2, high=1024)
     rank = _number(environ, "RANK", low=0, high=size - 1)
-    local_size = 1
+    local_size, local_rank = 1, 0
     if "LOCAL_WORLD_SIZE" in environ:
         local_size = _number(environ, "LOCAL_WORLD_SIZE", low=1, high=size)
+        local_rank = rank % local_size
+        if "LOCAL_RANK" in environ:
+            local_rank = _number(environ, "LOCAL_RANK", low=0, high=local_size - 1)
     address = environ.get("MASTER_ADDR", "")
     if not address:
         raise ConfigError("WORLD_SIZE is set, but MASTER_ADDR is not: name rank 0's machine")
@@ -57,6 +63,7 @@ def launch_from(environ: Mapping[str, str]) -> Launch | None:
         rank=rank,
         size=size,
         local_size=local_size,
+        local_rank=local_rank,
         address=address,
         port=_number(environ, "MASTER_PORT", low=1, high=65535),
         keeps_store=rank == 0 and not by_agent,
@@ -67,22 +74,13 @@ def check_launch(config: Config, launch: Launch) -> None:
     """Raise ConfigError for settings that such a start cannot have; every process looks itself."""
     parallel = config.parallel
     if parallel.mesh.world != launch.size:
-        asked = f"--cp {parallel.cp}" + (f" --tp {parallel.tp}" if parallel.tp > 1 else "")
-        raise ConfigError(
-            f"{launch.size} processes were started (WORLD_SIZE), but {asked} needs "
-            f"{parallel.mesh.world}: start so many, or give --cp {launch.size}"
-        )
+        raise ConfigError(_other_size(parallel.mesh, launch.size))
     if launch.on_one_machine:
         return
     if parallel.tp > 1 and config.tiers.host_memory_bytes != 0:
         raise ConfigError(
             "--host-memory and --storage are for --cp alone on several hosts: with --tp the heads "
             "of a page are divided among them; leave out one or the other"
-        )
-    if parallel.tp > 1:
-        raise ConfigError(
-            f"--tp {parallel.tp} needs ranks that share memory, which is not there on several "
-            f"hosts: give --cp {launch.size} alone"
         )
     if parallel.placement == "replicate":
         raise ConfigError(
@@ -94,6 +92,15 @@ def check_launch(config: Config, launch: Launch) -> None:
             "--remote-kv direct reads other ranks' memory, which is not there on several hosts: "
             "add --remote-kv send_q or --remote-kv gather_kv"
         )
+
+
+def _other_size(mesh: Mesh, size: int) -> str:
+    tp = f" --tp {mesh.tp}" if mesh.tp > 1 else ""
+    instead = "" if size % mesh.tp else f", or give --cp {size // mesh.tp}{tp}"
+    return (
+        f"{size} processes were started (WORLD_SIZE), but --cp {mesh.cp}{tp} needs {mesh.world}: "
+        f"start so many{instead}"
+    )
 
 
 def _number(environ: Mapping[str, str], name: str, *, low: int, high: int) -> int:

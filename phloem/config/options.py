@@ -43,7 +43,9 @@ class ModelOptions:
         "none",
         "weights in memory: none: --dtype; int8: 8 bits; q4: a GGUF file's Q4 blocks as they are",
     )
-    device: Literal["cpu", "cuda"] = setting("cpu", "where the model runs")
+    device: Literal["cpu", "cuda"] = setting(
+        "cpu", "where the model runs; cuda with --cp or --tp: a GPU for each rank"
+    )
     served_model_name: str | None = setting(
         None, "name that requests use; default: the last part of MODEL"
     )
@@ -331,11 +333,31 @@ class Config:
             raise ConfigError(
                 "--no-prefix-cache leaves nothing to keep in --host-memory or --storage"
             )
-        for flag, size in (("--cp", self.parallel.cp), ("--tp", self.parallel.tp)):
-            if size > 1 and self.model.device != "cpu":
-                raise ConfigError(
-                    f"{flag} {size} runs on a CPU only so far, not on {self.model.device}"
-                )
+        if self.ranks_apart:
+            self._check_gpu_ranks()
+
+    def _check_gpu_ranks(self) -> None:
+        parallel = self.parallel
+        if parallel.placement == "replicate":
+            raise ConfigError(
+                "--placement replicate writes into other ranks' memory, which ranks on GPUs do not "
+                "share; leave it out"
+            )
+        if parallel.remote_kv == "direct":
+            raise ConfigError(
+                "--remote-kv direct reads other ranks' memory, which ranks on GPUs do not share: "
+                "add --remote-kv send_q or --remote-kv gather_kv"
+            )
+        if self.tiers.host_memory_bytes != 0:
+            raise ConfigError(
+                "--host-memory and --storage are not there for ranks on GPUs, which share no "
+                "memory: the leader would have to move the pages of all of them; leave them out"
+            )
+
+    @property
+    def ranks_apart(self) -> bool:
+        """Ranks share no memory, on one machine either: each has a GPU of its own."""
+        return self.model.device == "cuda" and self.parallel.mesh.world > 1
 
     @property
     def page_size(self) -> int:

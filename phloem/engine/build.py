@@ -11,7 +11,7 @@ from phloem.config.checkpoint import four_bit_blocks
 from phloem.core.errors import ConfigError
 from phloem.engine.api import ModelCard
 from phloem.engine.build_pools import Pools, plan_pools, resolve_dtype
-from phloem.engine.build_ranks import RankMaker, starting_ranks
+from phloem.engine.build_ranks import RankMaker, starting_ranks, starting_ranks_apart
 from phloem.engine.build_tiers import loaded_key_facts, tier_parts
 from phloem.engine.core import BuildHooks
 from phloem.engine.facts import EngineFacts
@@ -29,7 +29,8 @@ __all__ = ["build_core", "build_core_with", "worker_options"]
 
 def build_core(config: Config, hooks: BuildHooks, eos_ids: tuple[int, ...]) -> LoopCore:
     """Load the model and join it with cache, scheduler and loop. Raises ConfigError."""
-    return build_core_with(config, hooks, eos_ids, starting_ranks)
+    make_ranks = starting_ranks_apart if config.ranks_apart else starting_ranks
+    return build_core_with(config, hooks, eos_ids, make_ranks)
 
 
 def build_core_with(
@@ -39,13 +40,14 @@ def build_core_with(
     make_ranks: RankMaker,
     *,
     ranks_here: int | None = None,
+    local_rank: int = 0,
 ) -> LoopCore:
     """The same with other ranks that `make_ranks` brings in; `ranks_here`: how many of all share
-    this machine, None: all of them."""
+    this machine, None: all of them; `local_rank`: which one of these this is."""
     start_s = time.monotonic()
     model = resolve_model(config.model.model)
     dtype = resolve_dtype(config, model.path)
-    pools = plan_pools(config, model.path, dtype, ranks_here=ranks_here)
+    pools = plan_pools(config, model.path, dtype, ranks_here=ranks_here, local_rank=local_rank)
 
     def on_progress(done: int, total: int) -> None:
         hooks.on_load(done, total, "loading weights")
@@ -97,7 +99,7 @@ def worker_options(
     return WorkerOptions(
         dtype=dtype,
         kv_dtype=config.cache.kv_dtype,
-        device=config.model.device,
+        device=pools.runs_on,
         page_size=config.page_size,
         num_pages=pools.device[0],
         window_pages=pools.device[1] if windows else None,

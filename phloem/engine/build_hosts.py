@@ -29,12 +29,19 @@ def build_core(config: Config, hooks: BuildHooks, eos_ids: tuple[int, ...]) -> L
     @contextmanager
     def joining_ranks(config: Config, pools: Pools) -> Iterator[RankBuild]:
         timeout_s = config.parallel.join_timeout_s
-        if launch.on_one_machine:
+        if launch.on_one_machine and not config.ranks_apart:
             check_ranks(config, pools)
             ranks: JoinedRanks = SeatedRanks(launch, timeout_s, pools.axis, len(pools.specs))
         else:
-            ranks = JoinedRanks(launch, timeout_s, pools.axis)
+            ranks = JoinedRanks(launch, timeout_s, pools.axis, pools.runs_on)
         with agreed(ranks, config, pools) as build:
             yield build
 
-    return build_core_with(config, hooks, eos_ids, joining_ranks, ranks_here=launch.local_size)
+    return build_core_with(
+        config,
+        hooks,
+        eos_ids,
+        joining_ranks,
+        ranks_here=launch.local_size,
+        local_rank=launch.local_rank,
+    )

@@ -15,6 +15,7 @@ from phloem.core.errors import ConfigError
 from phloem.core.mesh import ONE_RANK, Mesh, ShardAxis
 from phloem.engine.build_tiers import host_pages
 from phloem.engine.facts import WindowFacts
+from phloem.engine.rank_device import rank_device
 from phloem.engine.resources import available_memory_bytes, default_kv_bytes
 from phloem.kv.sizing import PoolDemand, default_checkpoint, pool_pages, pool_pages_beside
 from phloem.kv.spec import KVDtype, KVSpec
@@ -29,7 +30,8 @@ _KV_SHARE_OF_GPU = 0.5  # of the memory free before the weights are loaded
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
     """Pages by component; `device`: of each owner, `host`: of the machine. `checkpoint`: tokens
-    between kept tails of windows; 0: ends only. `ranks_here`: of all, those on this machine."""
+    between kept tails of windows; 0: ends only. `ranks_here`: of all, those on this machine.
+    `runs_on`: the device of this rank, as PyTorch calls it."""
 
     specs: tuple[KVSpec, ...]
     device: tuple[int, ...]
@@ -37,6 +39,7 @@ class Pools:
     checkpoint: int = 0
     mesh: Mesh = ONE_RANK
     ranks_here: int = 1
+    runs_on: str = "cpu"
 
     @property
     def axis(self) -> ShardAxis:
@@ -73,19 +76,29 @@ def resolve_dtype(config: Config, path: Path) -> str:
     return read_model_config(path).dtype
 
 
-def plan_pools(config: Config, path: Path, dtype: str, *, ranks_here: int | None = None) -> Pools:
+def plan_pools(
+    config: Config,
+    path: Path,
+    dtype: str,
+    *,
+    ranks_here: int | None = None,
+    local_rank: int = 0,
+) -> Pools:
     """Divide the memory that the settings name. Raises ConfigError if it cannot be.
 
-    `ranks_here` ranks (None: all) share this machine: what is taken when nothing is named is
-    divided among them.
+    `ranks_here` ranks (None: all) share this machine, of which this is number `local_rank`: what is
+    taken when nothing is named is divided among them, unless each has a GPU. Pages are whole: what
+    `ranks_per_owner` ranks hold between them, in memory that they share or each its part, takes as
+    much of each rank.
     """
     mesh, model = config.parallel.mesh, read_model_config(path)
     check_tp(model, mesh.tp)
     ranks_here = ranks_here or mesh.world
+    runs_on = rank_device(config, local_rank, ranks_here)
     pages = dtype if config.cache.kv_dtype == "auto" else config.cache.kv_dtype
     specs = kv_specs(model, dtype=KVDtype(pages), page_size=config.page_size)
     window = specs[-1].retention
-    owners_here = max(1, specs[0].shard_axis(mesh).size * ranks_here // mesh.world)
+    each = specs[0].shard_axis(mesh).ranks_per_owner
     demand = PoolDemand(
         max_model_len=config.model.max_model_len or model.max_position,
         max_running=config.scheduler.max_running,
@@ -96,13 +109,11 @@ def plan_pools(config: Config, path: Path, dtype: str, *, ranks_here: int | None
     if config.cache.num_pages is not None:
         device = pool_pages_beside(specs, config.cache.num_pages, demand)
     else:
-        kv_bytes = (
-            config.cache.kv_memory_bytes or _auto_kv_bytes(config.model.device) // owners_here
-        )
-        device = pool_pages(specs, kv_bytes, demand)
-    asked = owners_here * _num_bytes(specs, device)
+        rank_bytes = config.cache.kv_memory_bytes or _auto_kv_bytes(runs_on, ranks_here)
+        device = pool_pages(specs, each * rank_bytes, demand)
+    asked = ranks_here * _num_bytes(specs, device) // each
     # One machine holds the host pages of all ranks, wherever these are.
-    of_all = specs[0].shard_axis(mesh).size * _num_bytes(specs, device)
+    of_all = mesh.world * _num_bytes(specs, device) // each
     host = host_pages(config, specs, device_bytes=of_all, demand=demand)
     _check_memory(asked if config.model.device == "cpu" else 0, _num_bytes(specs, host))
     return Pools(
@@ -112,6 +123,7 @@ def plan_pools(config: Config, path: Path, dtype: str, *, ranks_here: int | None
         checkpoint=demand.checkpoint,
         mesh=mesh,
         ranks_here=ranks_here,
+        runs_on=runs_on,
     )
 
 
@@ -124,11 +136,12 @@ def _num_bytes(specs: Sequence[KVSpec], num_pages: Sequence[int]) -> int:
     return sum(spec.page_bytes * pages for spec, pages in zip(specs, num_pages, strict=True))
 
 
-def _auto_kv_bytes(device: str) -> int:
-    if device == "cuda" and torch.cuda.is_available():  # if not, load_worker says so
-        free_bytes, _ = torch.cuda.mem_get_info()
+def _auto_kv_bytes(device: str, owners: int) -> int:
+    """Of one of several owners on this machine."""
+    if device != "cpu" and torch.cuda.is_available():  # if not, load_worker says so
+        free_bytes, _ = torch.cuda.mem_get_info(torch.device(device))
         return int(free_bytes * _KV_SHARE_OF_GPU)
-    return default_kv_bytes(available_memory_bytes())
+    return default_kv_bytes(available_memory_bytes()) // owners
 
 
 def _check_memory(kv_bytes: int, host_bytes: int) -> None:

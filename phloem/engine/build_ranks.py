@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from phloem.config import Config
 from phloem.core.errors import ConfigError
+from phloem.engine.apart_ranks import ApartRanks
 from phloem.engine.build_pools import Pools
 from phloem.engine.core import BuildHooks
 from phloem.engine.loop_core import LoopCore
@@ -19,7 +20,15 @@ from phloem.engine.ranks import Ranks
 from phloem.replica import RecordWriter
 from phloem.worker import LoadedWorker, RankedWorker, RankHooks, RankPlace, pool_layouts
 
-__all__ = ["DIGEST_EVERY", "RankBuild", "RankMaker", "agreed", "check_ranks", "starting_ranks"]
+__all__ = [
+    "DIGEST_EVERY",
+    "RankBuild",
+    "RankMaker",
+    "agreed",
+    "check_ranks",
+    "starting_ranks",
+    "starting_ranks_apart",
+]
 
 # Steps from one comparison of the ranks' caches to the next: a digest reads the whole tree.
 DIGEST_EVERY = 1024
@@ -103,6 +112,14 @@ def starting_ranks(config: Config, pools: Pools) -> Iterator[RankBuild]:
     """
     check_ranks(config, pools)
     with agreed(Ranks(pools.axis, len(pools.specs)), config, pools) as build:
+        yield build
+
+
+@contextmanager
+def starting_ranks_apart(config: Config, pools: Pools) -> Iterator[RankBuild]:
+    """The same where ranks share no memory, since each has a GPU of its own."""
+    ranks = ApartRanks(pools.axis, pools.runs_on, config.parallel.join_timeout_s)
+    with agreed(ranks, config, pools) as build:
         yield build
 
 

@@ -21,7 +21,7 @@ from phloem.kv.sizing import PoolDemand, pool_pages
 from phloem.kv.spec import KVSpec
 from phloem.stores import StoreOptions, open_store
 from phloem.stores.adapters.segment.inspect import DirectoryView
-from phloem.worker import LoadedWorker
+from phloem.worker import LoadedWorker, pool_layouts
 
 __all__ = ["clear_directory", "host_pages", "loaded_key_facts", "open_storage", "tier_parts"]
 
@@ -61,8 +61,8 @@ def host_pages(
 
 
 def loaded_key_facts(path: Path, loaded: LoadedWorker, *, weight_quantisation: str) -> KeyFacts:
-    """What tells the pages of the checkpoint at `path` apart, laid out as the worker's."""
-    layouts = [pool.layout for pool in loaded.pools]
+    """What tells the pages of the checkpoint at `path` apart: whole ones, whatever a rank holds."""
+    layouts = pool_layouts(loaded.specs, loaded.num_pages)
     window = layouts[1] if len(layouts) > 1 else None
     return key_facts(
         path,

@@ -68,7 +68,7 @@ def startup_rows(facts: EngineFacts) -> list[tuple[str, str]]:
     rows = [
         *_model_rows(facts),
         *([] if facts.window is None else _window_rows(facts.window)),
-        ("KV memory", format_bytes(facts.kv_bytes)),
+        ("KV memory", _kv_memory(facts)),
         *([] if facts.mesh.world == 1 else _ranks(facts)),
         ("host tier", _host_tier(facts)),
         ("storage", facts.storage or "off"),
@@ -114,6 +114,12 @@ def _window_rows(window: WindowFacts) -> list[tuple[str, str]]:
         ("window", f"{window.tokens:,} tokens in {window.layers} layers; kept: {kept}"),
         ("window pages", f"{window.num_pages:,} ({format_bytes(window.page_bytes)} each)"),
     ]
+
+
+def _kv_memory(facts: EngineFacts) -> str:
+    """Ranks hold equally much, whether they own pages or their heads of a row's pages."""
+    total, world = format_bytes(facts.kv_bytes), facts.mesh.world
+    return total if world == 1 else f"{total}, {format_bytes(facts.kv_bytes // world)} a rank"
 
 
 def _weights(facts: EngineFacts) -> str:

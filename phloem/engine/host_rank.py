@@ -13,14 +13,13 @@ import signal
 from phloem.config import Config
 from phloem.config.launch import Launch
 from phloem.core.errors import EngineDead
-from phloem.core.mesh import ShardAxis
-from phloem.engine.joined_ranks import met_group
+from phloem.engine.apart import LOOPBACK, Rendezvous, place_apart
+from phloem.engine.build_pools import Pools
 from phloem.engine.meeting import Met, find_leader, open_store
 from phloem.engine.rank_process import RankProcess, watch_leader
 from phloem.engine.seat_passing import receive_seat
 from phloem.transfer import PageLink
 from phloem.worker import RankPlace, Wire
-from phloem.worker.peers import group_place
 
 __all__ = ["serve_rank"]
 
@@ -45,28 +44,35 @@ def serve_rank(launch: Launch, timeout_s: float) -> int:
 
 def _serve(launch: Launch, met: Met, timeout_s: float) -> int:
     seat = None
-    if launch.on_one_machine:
+    if met.seated:
         try:
             seat = receive_seat(met.sock)
         except OSError as error:
             raise EngineDead(f"rank {launch.rank} has got no seat: {error}") from None
 
-    def take(config: Config) -> RankPlace:
+    def take(config: Config, pools: Pools) -> RankPlace:
         if seat is not None:
             return seat.take()
+        at = Rendezvous(
+            rank=launch.rank,
+            store=met.store,
+            address=LOOPBACK if launch.on_one_machine else met.address,
+            timeout_s=timeout_s,
+            device=pools.runs_on,
+        )
         try:
-            group = met_group(launch, met.store, met.address, timeout_s)
+            place = place_apart(at, pools.axis, config.scheduler.max_running)
         except EngineDead as error:  # the leader sees only that this rank does not come
             logger.error("%s", error)
             raise
-        axis = ShardAxis(mesh=config.parallel.mesh, ranks_per_owner=1)
         assert met.pages is not None, "pages travel where memory is not shared"
         link = PageLink(met.pages, rank=0, lost=wire.shut)
-        place = group_place(group, axis, config.scheduler.max_running)
         return dataclasses.replace(place, links=(link,))
 
     wire = Wire(met.sock)
-    status = RankProcess(wire, launch.rank, take, ranks_here=launch.local_size).run()
+    status = RankProcess(
+        wire, launch.rank, take, local_rank=launch.local_rank, ranks_here=launch.local_size
+    ).run()
     if status:
         logger.error("this rank ends with status %d; rank 0 or what ran it says why", status)
     return status

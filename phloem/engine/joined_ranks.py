@@ -8,31 +8,37 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch._C._distributed_c10d import Store
-
 from phloem.config.launch import Launch
-from phloem.core.errors import EngineDead, GroupError
+from phloem.core.errors import EngineDead
 from phloem.core.mesh import ShardAxis
+from phloem.engine.apart import LOOPBACK, Rendezvous, place_apart
 from phloem.engine.meeting import Meeting, open_store
 from phloem.engine.rank_seats import rank_seats
 from phloem.engine.rank_talk import RankTalk
 from phloem.engine.seat_passing import send_seat
-from phloem.groups import TorchGroup
 from phloem.transfer import PageLink
 from phloem.worker import RankPlace, Wire
-from phloem.worker.peers import PATIENCE_S, group_place
+from phloem.worker.peers import PATIENCE_S
 
-__all__ = ["JoinedRanks", "SeatedRanks", "met_group"]
+__all__ = ["JoinedRanks", "SeatedRanks"]
 
 
 class JoinedRanks(RankTalk):
-    """Ranks 1 ... size - 1, and the place of rank 0. Owns the wires."""
+    """Ranks 1 ... size - 1, and the place of rank 0, which runs on `device`. Owns the wires."""
 
-    def __init__(self, launch: Launch, timeout_s: float, axis: ShardAxis) -> None:
+    _seated: bool = False  # whether ranks share memory
+
+    def __init__(self, launch: Launch, timeout_s: float, axis: ShardAxis, device: str) -> None:
         """Wait until all have joined. Raises ConfigError or EngineDead if they do not."""
-        self._launch, self._timeout_s, self._axis = launch, timeout_s, axis
-        meeting = Meeting(launch, open_store(launch, timeout_s))
-        self._store, self._address = meeting.store, meeting.address
+        self._axis = axis
+        meeting = Meeting(launch, open_store(launch, timeout_s), seated=self._seated)
+        self._rendezvous = Rendezvous(
+            rank=launch.rank,
+            store=meeting.store,
+            address=LOOPBACK if launch.on_one_machine else meeting.address,
+            timeout_s=timeout_s,
+            device=device,
+        )
         self._socks = meeting.gather(timeout_s)
         self._wires = [Wire(sock) for sock in self._socks]
         self._links = tuple(
@@ -47,8 +53,7 @@ class JoinedRanks(RankTalk):
     def _take_place(self, max_running: int) -> RankPlace:
         if self._own is not None:
             return super()._take_place(max_running)
-        group = met_group(self._launch, self._store, self._address, self._timeout_s)
-        place = group_place(group, self._axis, max_running)
+        place = place_apart(self._rendezvous, self._axis, max_running)
         return replace(place, links=self._links)
 
     def end_of(self, rank: int) -> str:  # noqa: ARG002 - all of them are elsewhere
@@ -69,11 +74,13 @@ class JoinedRanks(RankTalk):
 class SeatedRanks(JoinedRanks):
     """All of them on this machine: they share memory, as those do that the leader starts."""
 
+    _seated = True
+
     def __init__(
         self, launch: Launch, timeout_s: float, axis: ShardAxis, num_components: int
     ) -> None:
         """As `JoinedRanks`, and everybody has a seat."""
-        super().__init__(launch, timeout_s, axis)
+        super().__init__(launch, timeout_s, axis, "cpu")
         self._own, *seats = rank_seats(axis, num_components)
         try:
             for sock, seat in zip(self._socks, seats, strict=True):
@@ -84,21 +91,3 @@ class SeatedRanks(JoinedRanks):
         finally:
             for seat in seats:
                 seat.close()
-
-
-def met_group(launch: Launch, store: Store, address: str, timeout_s: float) -> TorchGroup:
-    """What all exchange over, once they have met; others reach this rank at `address`.
-
-    Blocks until all are here. Raises EngineDead if they are not for `timeout_s`.
-    """
-    try:
-        return TorchGroup.gloo(
-            store,
-            rank=launch.rank,
-            size=launch.size,
-            timeout_s=PATIENCE_S,
-            meet_s=timeout_s,
-            address=address,
-        )
-    except GroupError as error:
-        raise EngineDead(str(error)) from None

@@ -6,7 +6,7 @@
                once for pages of tiers
 
 Where all are on one machine, the leader listens at a Unix socket instead: memory can be passed on
-over it, and no page travels.
+over it. Where it is, no page travels.
 
 The secret is new with every start and stands in the store alone: who may read that may join, so its
 port is for machines that trust each other, as it is for all of torch.distributed.
@@ -51,12 +51,17 @@ _KEEP_ALIVE = {
 @dataclass(frozen=True, slots=True)
 class Met:
     """A rank that the leader has taken in. `address`: its own, at which others reach it. `store`:
-    of this start alone. `pages`: None on one machine."""
+    of this start alone. `pages`: None where the leader sends a seat instead, and it is `seated`."""
 
     sock: socket.socket
     store: Store
     address: str
-    pages: socket.socket | None = None
+    pages: socket.socket | None
+
+    @property
+    def seated(self) -> bool:
+        """Whether the leader sends it a seat: memory that all share."""
+        return self.pages is None
 
 
 def open_store(launch: Launch, timeout_s: float) -> Store:
@@ -97,23 +102,24 @@ def _answers(address: str, port: int, timeout_s: float) -> bool:
 class Meeting:
     """The leader's end: takes every rank in, once, and then nobody any more."""
 
-    def __init__(self, launch: Launch, store: Store) -> None:
-        """Listen, and tell. Raises ConfigError if MASTER_ADDR is no address of this machine."""
+    def __init__(self, launch: Launch, store: Store, *, seated: bool = False) -> None:
+        """Listen, and tell. `seated`: everybody gets a seat.
+
+        Raises ConfigError if MASTER_ADDR is no address of this machine.
+        """
         self._size = launch.size
         self._secret = os.urandom(32)
         self._listener = _listen_here() if launch.on_one_machine else _listen(launch.address)
         self.address, self._place = _place_of(self._listener)
         ranks = range(1, launch.size)
         # By the numbers with which they greet.
-        self._awaited = (
-            set(ranks) if launch.on_one_machine else {*ranks, *(_PAGES + r for r in ranks)}
-        )
+        self._awaited = set(ranks) if seated else {*ranks, *(_PAGES + r for r in ranks)}
         self.pages: list[socket.socket] = []  # by rank, from `gather` on
         self._taken: set[int] = set()  # under _taking
         self._taking = threading.Lock()
         self._arrived: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
         threading.Thread(target=self._accept, name="phloem-meeting", daemon=True).start()
-        store.set(_KEY, _Card(self._place, self._secret).to_json())
+        store.set(_KEY, _Card(self._place, self._secret, seated).to_json())
         self.store = _own_store(store, self._secret)
 
     def gather(self, timeout_s: float) -> list[socket.socket]:
@@ -199,7 +205,7 @@ def find_leader(launch: Launch, store: Store, timeout_s: float) -> Met:
             time.sleep(min(_LOOK_S, left_s))
             continue
         _present(sock, card, launch, launch.rank)
-        pages = None if launch.on_one_machine else _join_for_pages(launch, card, sock, left_s)
+        pages = None if card.seated else _join_for_pages(launch, card, sock, left_s)
         return Met(sock, _own_store(store, card.secret), _place_of(sock)[0], pages)
     raise EngineDead(f"rank {launch.rank} could not reach the leader for {timeout_s:g} s: {why}")
 
@@ -229,13 +235,16 @@ def _present(sock: socket.socket, card: _Card, launch: Launch, number: int) -> N
 
 @dataclass(frozen=True, slots=True)
 class _Card:
-    """What the leader leaves in the store. `place`: a port, or the name of a Unix socket."""
+    """What the leader leaves in the store. `place`: a port, or the name of a Unix socket. `seated`:
+    everybody gets a seat."""
 
     place: int | str
     secret: bytes
+    seated: bool = False
 
     def to_json(self) -> str:
-        return json.dumps({"place": self.place, "secret": self.secret.hex()})
+        fields = {"place": self.place, "secret": self.secret.hex(), "seated": self.seated}
+        return json.dumps(fields)
 
 
 def _card(store: Store) -> _Card | None:
@@ -246,7 +255,7 @@ def _card(store: Store) -> _Card | None:
         fields = json.loads(store.get(_KEY))
     except RuntimeError as error:
         raise EngineDead(f"the store is gone: {_line(error)}") from None
-    return _Card(fields["place"], bytes.fromhex(fields["secret"]))
+    return _Card(fields["place"], bytes.fromhex(fields["secret"]), fields["seated"])
 
 
 def _own_store(store: Store, secret: bytes) -> Store:

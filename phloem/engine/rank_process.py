@@ -1,4 +1,5 @@
-"""The process of one rank: `python -m phloem.engine.rank_process --socket FD --seat JSON`.
+"""The process of one rank: `python -m phloem.engine.rank_process --socket FD --seat JSON`, or
+`--apart JSON` if it shares no memory with the others.
 
     reader thread    records and cancellations, the replica of the cache
     main thread      the model
@@ -27,6 +28,7 @@ from phloem.cache.placement import make_placement, placed_pools
 from phloem.cache.state import CacheState
 from phloem.config import Config, TierOptions
 from phloem.core.errors import ConfigError, EngineDead
+from phloem.engine.apart_seat import ApartSeat
 from phloem.engine.build import worker_options
 from phloem.engine.build_pools import Pools, plan_pools, resolve_dtype
 from phloem.engine.loop_core import window_config
@@ -68,19 +70,20 @@ def _watch(fd: int, over: threading.Event) -> None:
 
 
 class RankProcess:
-    """Loads and serves one rank. `take`: its place, once the leader has said how large pools are;
-    `ranks_here`: as `plan_pools`."""
+    """Loads and serves one rank. `take`: its place, once the leader has said how large pools are,
+    given the settings and the pools; `ranks_here` and `local_rank`: as of `plan_pools`."""
 
     def __init__(
         self,
         wire: Wire,
         rank: int,
-        take: Callable[[Config], RankPlace],
+        take: Callable[[Config, Pools], RankPlace],
         *,
+        local_rank: int,
         ranks_here: int | None = None,
     ) -> None:
         self._wire, self._rank, self._take = wire, rank, take
-        self._ranks_here = ranks_here
+        self._local_rank, self._ranks_here = local_rank, ranks_here
 
     def run(self) -> int:
         """Serve until the leader closes the wire; the exit status."""
@@ -105,14 +108,19 @@ class RankProcess:
         model = resolve_model(config.model.model)
         dtype = resolve_dtype(config, model.path)
         # The leader has the host tier, and has looked whether its machine has room for it.
-        no_tiers = dataclasses.replace(config, tiers=TierOptions(host_memory="0"))
-        pools = plan_pools(no_tiers, model.path, dtype, ranks_here=self._ranks_here)
+        pools = plan_pools(
+            dataclasses.replace(config, tiers=TierOptions(host_memory="0")),
+            model.path,
+            dtype,
+            ranks_here=self._ranks_here,
+            local_rank=self._local_rank,
+        )
         self._wire.send(packed(RankHello(pools.device)))
         sizes = receive_start(self._wire, RankPages)
         pools = pools.resized(device=sizes.device, host=sizes.host)
         no_host = pools.resized(host=(0,) * len(pools.host))
         options = worker_options(config, Hooks(), dtype, no_host, inline=True)
-        place = self._take(config)
+        place = self._take(config, pools)
         loaded = load_worker(model.path, options, place=place)
         follower = Follower(self._rank, self._wire, loaded, _replica(config, pools))
         gc.collect()
@@ -142,13 +150,27 @@ def main() -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description="Started by Phloem itself, not by hand.")
     parser.add_argument("--socket", type=int, required=True)
-    parser.add_argument("--seat", required=True)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument(RankSeat.FLAG, type=RankSeat.from_json)
+    where.add_argument(ApartSeat.FLAG, type=ApartSeat.from_json)
     args = parser.parse_args()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     watch_leader(args.socket)
-    wire, seat = Wire(socket.socket(fileno=args.socket)), RankSeat.from_json(args.seat)
-    return RankProcess(wire, seat.progress.rank, lambda _config: seat.take()).run()
+    wire = Wire(socket.socket(fileno=args.socket))
+    seat: RankSeat | ApartSeat = args.seat or args.apart
+
+    def take(config: Config, pools: Pools) -> RankPlace:
+        if isinstance(seat, RankSeat):
+            return seat.take()
+        timeout_s = config.parallel.join_timeout_s
+        try:
+            return seat.take(pools.runs_on, config.scheduler.max_running, timeout_s)
+        except EngineDead as error:  # the leader sees only that this rank does not come
+            logger.error("%s", error)
+            raise
+
+    return RankProcess(wire, seat.rank, take, local_rank=seat.rank).run()
 
 
 if __name__ == "__main__":

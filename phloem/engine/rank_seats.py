@@ -8,7 +8,7 @@ import mmap
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from phloem.core.mesh import Mesh, ShardAxis
 from phloem.groups import GroupSeat, Seat, ShmGroup, ShmProgress, progress_seats, shm_seats
@@ -25,7 +25,9 @@ SeatT = TypeVar("SeatT", bound=Seat)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSeat:
     """Descriptors: plain numbers, that travel as JSON. `group` and `row` as of `RankPlace`; None:
-    nobody else is in it. `pools`: by component."""
+    nobody else is in it. `pools`: by component. `FLAG`: of the command line on which it travels."""
+
+    FLAG: ClassVar[str] = "--seat"
 
     axis: ShardAxis
     progress: Seat
@@ -33,6 +35,10 @@ class RankSeat:
     row: GroupSeat | None
     pools: tuple[int, ...]
     sampled: int
+
+    @property
+    def rank(self) -> int:
+        return self.progress.rank
 
     @property
     def fds(self) -> tuple[int, ...]:

@@ -14,14 +14,16 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phloem.core.mesh import ShardAxis
+from phloem.engine.apart_seat import ApartSeat
 from phloem.engine.rank_seats import RankSeat, rank_seats
 from phloem.engine.rank_talk import RankTalk
 from phloem.worker import Wire
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "StartedRanks"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,23 +37,18 @@ class _Rank:
     wire: Wire
 
 
-class Ranks(RankTalk):
-    """All ranks of a mesh but rank 0, whose seat is here. Owns the processes until `reap`."""
+class StartedRanks(RankTalk):
+    """All ranks of a mesh but rank 0. Owns the processes until `reap`."""
 
-    def __init__(self, axis: ShardAxis, num_components: int) -> None:
-        """Start the processes; they wait for `start`."""
-        seats = rank_seats(axis, num_components)
-        self._own = seats[0]
+    def __init__(self, seats: Sequence[RankSeat | ApartSeat]) -> None:
+        """Start a process for each seat, from rank 1 on; they wait for `start`."""
         self._ranks: dict[int, _Rank] = {}
         try:
-            for rank, seat in enumerate(seats[1:], 1):
+            for rank, seat in enumerate(seats, 1):
                 self._ranks[rank] = _spawn(rank, seat)
         except BaseException:  # no process, and no seat
             self.kill()
             raise
-        finally:
-            for seat in seats[1:]:
-                seat.close()
 
     @property
     def wires(self) -> list[Wire]:
@@ -86,12 +83,25 @@ class Ranks(RankTalk):
         self._leave_place()
 
 
-def _spawn(rank: int, seat: RankSeat) -> _Rank:
+class Ranks(StartedRanks):
+    """They share memory; rank 0's seat is here."""
+
+    def __init__(self, axis: ShardAxis, num_components: int) -> None:
+        """As `StartedRanks`."""
+        self._own, *seats = rank_seats(axis, num_components)
+        try:
+            super().__init__(seats)
+        finally:
+            for seat in seats:
+                seat.close()
+
+
+def _spawn(rank: int, seat: RankSeat | ApartSeat) -> _Rank:
     ours, theirs = socket.socketpair()
     # The child finds modules exactly where this process does; see `EngineProcess`.
     search = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     command = [sys.executable, "-P", "-m", "phloem.engine.rank_process"]
-    command += ["--socket", str(theirs.fileno()), "--seat", seat.to_json()]
+    command += ["--socket", str(theirs.fileno()), seat.FLAG, seat.to_json()]
     try:
         process = subprocess.Popen(
             command,

@@ -50,21 +50,22 @@ def remote_chooser(config: Config, loaded: LoadedWorker, axis: ShardAxis) -> Rem
     model = RemoteModel(
         ranks=axis.size,
         page_size=loaded.spec.page_size,
-        layer=layer_shape(loaded, axis.mesh.tp),
+        layer=layer_shape(loaded, axis),
         rates=rates,
     )
     return RemoteChooser(model=model)
 
 
-def layer_shape(loaded: LoadedWorker, tp: int = 1) -> LayerShape:
-    """What a token of one layer weighs as it travels; `tp` ranks divide the heads."""
-    model, spec = loaded.config, loaded.spec
+def layer_shape(loaded: LoadedWorker, axis: ShardAxis) -> LayerShape:
+    """What a token of one layer weighs as it travels between two ranks, which have the same heads
+    or, of latents, perhaps others."""
+    model, spec, tp = loaded.config, loaded.spec, axis.mesh.tp
     width = loaded.pool.buffer.dtype.itemsize
     heads, q_dim, out_dim = model.num_heads // tp, model.head_dim, model.out_size // model.num_heads
     if model.mla is not None and tp > 1:  # others cannot absorb the queries of heads they have not
         q_dim, out_dim = model.mla.row_dim, model.mla.kv_rank
     return LayerShape(
-        kv_bytes=spec.token_bytes // spec.num_layers,
+        kv_bytes=spec.token_bytes // spec.num_layers // axis.ranks_per_owner,
         q_bytes=heads * q_dim * width,
         partial_bytes=heads * (out_dim + 1) * _FP32,
     )
@@ -79,7 +80,7 @@ def copies_bytes(config: Config, loaded: LoadedWorker, axis: ShardAxis) -> int:
     if parallel.remote_kv == "send_q":  # windows travel as pages all the same
         pairs = [(spec, pages) for spec, pages in pairs if spec.retention is not None]
     specs, pages = [spec for spec, _ in pairs], [count for _, count in pairs]
-    return staging_bytes(specs, pages, ranks=axis.size)
+    return staging_bytes(specs, pages, ranks=axis.size) // axis.ranks_per_owner
 
 
 def describe_remote(config: Config, rates: LinkRates | None) -> str:

@@ -1,11 +1,12 @@
-"""A group over torch.distributed: gloo between hosts on CPU, NCCL between GPUs.
+"""A group over torch.distributed: gloo for tensors on a CPU, NCCL for those on a GPU.
 
 Point-to-point messages only, so that sizes may differ. With gloo every message is tagged with the
-number and kind of its operation; NCCL has no tags, and a rank that diverges there shows at `verify`
-or at the deadline. When something goes wrong, ranks leave their latest digests in the store, where
-the others look before they say who is to blame.
+number and kind of its operation; NCCL has no tags (see `groups.nccl`), and a rank that diverges
+there shows at `verify`, which is on the CPU, or at the deadline. When something goes wrong, ranks
+leave their latest digests in the store, where the others look before they say who is to blame.
 
-The CUDA path (`_launch_batch`, the reduction by NCCL) has not run on hardware yet.
+Ranks with a GPU each have both: `join_gpus`. What an operation moves lies on the GPU of every rank
+or on none.
 """
 
 from __future__ import annotations
@@ -13,25 +14,24 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from phloem.core.errors import GroupError
-from phloem.core.group import OpKind, Reduce
-from phloem.groups.base import DEFAULT_TIMEOUT_S, BaseGroup, Exchange, Flight, as_bytes
+from phloem.core.group import OpKind
+from phloem.groups.base import DEFAULT_TIMEOUT_S, BaseGroup, Exchange, as_bytes
+from phloem.groups.nccl import GivenUp, Nccl, NcclWork
 
 __all__ = ["TorchGroup"]
 
 _REMEMBERED = 64
-_NCCL = {
-    Reduce.SUM: dist.ReduceOp(dist.ReduceOp.SUM),
-    Reduce.MIN: dist.ReduceOp(dist.ReduceOp.MIN),
-}
+
+_Works: TypeAlias = list[tuple[int, dist.Work | NcclWork]]  # and the rank that is missed
 
 
 class TorchGroup(BaseGroup):
@@ -44,14 +44,21 @@ class TorchGroup(BaseGroup):
         *,
         axis: str = "cp",
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        members: Sequence[int] = (),
     ) -> None:
+        """`store`: of this group alone. `members`: as of `BaseGroup`."""
         super().__init__(
-            rank=process_group.rank(), size=process_group.size(), axis=axis, timeout_s=timeout_s
+            rank=process_group.rank(),
+            size=process_group.size(),
+            axis=axis,
+            timeout_s=timeout_s,
+            members=members,
         )
         self._group: dist.ProcessGroup | None = process_group
         self._store = PrefixStore(f"phloem-{axis}", store)
         self._begun: dict[int, int] = {}
-        self._works: dict[int, list[tuple[int, dist.Work]]] = {}
+        self._works: dict[int, _Works] = {}
+        self._gpus: Nccl | None = None
 
     @classmethod
     def gloo(
@@ -62,13 +69,15 @@ class TorchGroup(BaseGroup):
         size: int,
         axis: str = "cp",
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        members: Sequence[int] = (),
         meet_s: float | None = None,
         address: str | None = None,
     ) -> TorchGroup:
-        """Meet the other ranks at the store. Blocks until all have come, for `meet_s` at most
-        (None: `timeout_s`).
+        """Meet the other ranks at the store, which is of this group alone. Blocks until all have
+        come, for `meet_s` at most (None: `timeout_s`).
 
-        `address`: of this machine, at which the others reach it; None: what its name resolves to.
+        `members`: as of `BaseGroup`. `address`: of this machine, at which the others reach it;
+        None: what its name resolves to.
         """
         named = PrefixStore(f"phloem-gloo-{axis}", store)
         kind: Any = ProcessGroupGloo  # whose stubs know less than it does
@@ -84,24 +93,26 @@ class TorchGroup(BaseGroup):
             gloo = cast(dist.ProcessGroup, kind(named, rank, size, options))
         except RuntimeError as error:  # also dist.DistError: somebody did not come
             raise GroupError(f"the ranks of {axis} did not meet: {_line(error)}") from error
-        return cls(gloo, store, axis=axis, timeout_s=timeout_s)
+        return cls(gloo, store, axis=axis, timeout_s=timeout_s, members=members)
 
-    def begin_all_reduce(self, tensor: Tensor, how: Reduce) -> Flight:
-        if not tensor.is_cuda:
-            return super().begin_all_reduce(tensor, how)  # in rank order: the same bits everywhere
-        options = dist.AllreduceOptions()
-        options.reduceOp = _NCCL[how]
-        exchange = self._note(OpKind.ALL_REDUCE, (how, tensor.nbytes), tensor)
-        work = self._open().allreduce([tensor], options)
-        self._works[exchange.serial] = [(self.rank, work)]
-        return Flight(self, exchange, lambda: None)
+    def join_gpus(self, device: torch.device) -> None:
+        """From now on tensors on this rank's GPU `device` may be moved. All ranks call it; blocks
+        until they have. Raises GroupError, and leaves the group, if their GPUs do not connect."""
+        store = PrefixStore("nccl", self._store)
+        try:
+            self._gpus = Nccl.meet(
+                store, rank=self.rank, size=self.size, device=device, timeout_s=self.timeout_s
+            )
+        except GroupError:
+            self.close()
+            raise
 
-    def _note(self, kind: OpKind, facts: tuple[int, ...], tensor: Tensor) -> Exchange:
-        """An operation that the library carries out; counted as if every rank sent to every."""
-        row = tuple(None if r == self.rank else tensor for r in range(self.size))
-        exchange = self.make_exchange(kind, facts, row, row, same=True)
-        self._begun[exchange.serial] = exchange.digest
-        return exchange
+    def give_up(self) -> None:
+        """Wait for no message between GPUs any more: nothing else ends a wait for a rank that has
+        gone. From any thread; the group is of no use after it."""
+        gpus = self._gpus
+        if gpus is not None:
+            gpus.give_up()
 
     def _launch(self, exchange: Exchange) -> None:
         self._begun[exchange.serial] = exchange.digest
@@ -112,10 +123,10 @@ class TorchGroup(BaseGroup):
         else:
             self._works[exchange.serial] = self._launch_tagged(exchange)
 
-    def _launch_tagged(self, exchange: Exchange) -> list[tuple[int, dist.Work]]:
+    def _launch_tagged(self, exchange: Exchange) -> _Works:
         tag = (exchange.serial * len(OpKind) + exchange.kind) & 0x3FFFFFFF
         carries_nothing = exchange.kind is OpKind.BARRIER
-        works = []
+        works: _Works = []
         group = self._open()
         for peer in range(self.size):
             # Both ends know the size, so a message of no bytes need not be sent; a barrier's is
@@ -133,20 +144,26 @@ class TorchGroup(BaseGroup):
                     raise self._blame(exchange, peer, error) from error
         return works
 
-    def _launch_batch(self, exchange: Exchange) -> list[tuple[int, dist.Work]]:
-        batch = []
-        for row, move in ((exchange.sends, dist.isend), (exchange.recvs, dist.irecv)):
-            for peer, tensor in enumerate(row):
-                if tensor is not None and tensor.nbytes:
-                    payload = as_bytes(tensor)
-                    batch.append(dist.P2POp(move, payload, group=self._open(), group_peer=peer))
-        return [(self.rank, work) for work in dist.batch_isend_irecv(batch)]
+    def _launch_batch(self, exchange: Exchange) -> _Works:
+        self._open()
+        if self._gpus is None:
+            raise ValueError(f"the ranks of {self.axis} have not joined their GPUs")
+        rows = (
+            [None if t is None or not t.nbytes else as_bytes(t) for t in row]
+            for row in (exchange.sends, exchange.recvs)
+        )
+        try:
+            return [(self.rank, self._gpus.begin(*rows))]
+        except RuntimeError as error:
+            raise self._blame(exchange, self.rank, error) from error
 
     def _complete(self, exchange: Exchange, deadline_s: float) -> None:
         for peer, work in self._works.pop(exchange.serial):
             left_s = max(1e-3, deadline_s - time.monotonic())  # 0 would mean: for ever
             try:
                 work.wait(datetime.timedelta(seconds=left_s))
+            except GivenUp:
+                raise self.error("this rank waits for no other one any more", ()) from None
             except RuntimeError as error:
                 raise self._blame(exchange, peer, error) from error
 
@@ -177,6 +194,9 @@ class TorchGroup(BaseGroup):
     def close(self) -> None:
         # Connections close with the last reference, and that is how peers learn of it.
         self._works.clear()
+        gpus, self._gpus = self._gpus, None
+        if gpus is not None:
+            gpus.abort()
         if self._group is not None:
             self._group.shutdown()
             self._group = None

@@ -13,7 +13,7 @@ k/v axis has one place in MLA, whose rows are the latent and the rotary key of a
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phloem.core.errors import ConfigError
 from phloem.core.mesh import ShardAxis
@@ -73,6 +73,14 @@ class PageLayout:
         each = self.num_head_groups // axis.ranks_per_owner
         low = axis.part_of(rank) * each
         return low, low + each
+
+    def of_one_rank(self, axis: ShardAxis) -> PageLayout:
+        """The pages of a rank that shares no memory with the others of its owner: as many, each of
+        its own heads alone. The same for all; side by side, in order of parts, they are a page."""
+        each = axis.ranks_per_owner
+        assert self.num_head_groups % each == 0, "the model was checked"
+        spec = replace(self.spec, num_kv_heads=self.spec.num_kv_heads // each)
+        return PageLayout(spec, self.num_pages, self.num_head_groups // each)
 
     @property
     def heads_per_group(self) -> int:

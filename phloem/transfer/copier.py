@@ -98,6 +98,8 @@ class CudaCopier:
 
     def to_device(self, device: _Slots, host: _Slots, first_layer: int, end_layer: int) -> None:
         layers = slice(first_layer, end_layer)
+        # The last step that may read what lies there has been finished, as above.
+        self._stream.wait_stream(torch.cuda.default_stream(self._device.device))
         with torch.cuda.stream(self._stream):
             for start, end in _runs(device, host):
                 length, to, first = end - start, int(device[start]), int(host[start])

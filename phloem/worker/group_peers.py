@@ -1,10 +1,10 @@
 """The other ranks of a step where no memory is shared with them: what `Peers` does, over a group.
 
-Every rank reads and writes its own pages alone, and what travels is a copy that its owner has made
+Every rank reads and writes its own memory alone, and what travels is a copy that its owner has made
 in its own order of steps: so a page may be written again as soon as the owner comes to it, and
 nobody waits for a layer. What is left of a step are the tokens that it sampled. They leave at its
-end, in one message from who sampled them to each other rank, and are waited for where the next step
-begins; a step that samples nothing sends nothing.
+end, in one message from who sampled them to each other rank, those of its own row included, and are
+waited for where the next step begins; a step that samples nothing sends nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Ints = npt.NDArray[np.int64]
 
 
 class GroupPeers:
-    """Over a group, which others own and leave. Belongs to the thread that runs the steps.
+    """Over a group of all ranks, which it leaves. Belongs to the thread that runs the steps.
 
     `sampled`: this rank's copy; the same on all ranks when a step has begun.
     """
@@ -78,4 +78,5 @@ class GroupPeers:
         self._flight = self._group.begin_all_gather(self._arrived, mine)
 
     def leave(self) -> None:
-        """Who leaves the group has left."""
+        """Others that wait for this rank are told. Idempotent."""
+        self._group.close()

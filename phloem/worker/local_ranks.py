@@ -44,28 +44,20 @@ def load_local_ranks(
     Pages, host tier and page counts of the result are the leader's: `pools` hold the pages of all
     ranks. `hooks(rank)`: of each rank, instead of those in `options`. `link`: pages and queries
     that travel between ranks go over it. `maps_pools`: whether they share memory, as on one
-    machine; if not, they have pages of their own alone, and no plan may read others' in place.
+    machine; if not, each has memory of its own alone, and no plan may read others' pages in place.
     Close the worker.
     """
     axis, pools, sampled = _memory(path, options, Mesh(tp=tp, cp=size))
-    boards = local_progress(axis.mesh.world)
-    groups, rows = _groups(axis)
     links: dict[int, tuple[PageLink, ...]] = {}  # by rank
+    if maps_pools:
+        places = _places(axis, link, pools, sampled)
+    else:
+        places = _places_apart(axis, link, options.max_running)
 
     def load(rank: int, options: WorkerOptions) -> LoadedWorker:
-        group = groups[rank] if link is None else LinkedGroup(groups[rank], link)
-        place = RankPlace(
-            peers=Peers(boards[rank]),
-            axis=axis,
-            pools=pools,
-            sampled=sampled,
-            group=group,
-            row=rows.get(rank),
-        )
-        if not maps_pools:
-            place = group_place(group, axis, options.max_running)
         own = options if hooks is None else replace(options, hooks=hooks(rank))
-        return load_worker(path, own, place=replace(place, links=links.get(rank, ())))
+        place = replace(places[rank], links=links.get(rank, ()))
+        return load_worker(path, own, place=place)
 
     alone = replace(options, host_pages=0, window_host_pages=None, transfer_hooks=None, inline=True)
     wires = []
@@ -81,6 +73,43 @@ def load_local_ranks(
     loaded = load(0, options)
     assert not isinstance(loaded.worker, RankedWorker), "one rank's own"
     return replace(loaded, worker=RankedWorker(loaded.worker, wires))
+
+
+def _places(
+    axis: ShardAxis, link: Link | None, pools: tuple[mmap.mmap, ...], sampled: mmap.mmap
+) -> list[RankPlace]:
+    """Of ranks that share this memory."""
+    groups, rows = _groups(axis)
+    return [
+        RankPlace(
+            peers=Peers(board),
+            axis=axis,
+            pools=pools,
+            sampled=sampled,
+            group=_linked(groups[rank], link),
+            row=rows.get(rank),
+        )
+        for rank, board in enumerate(local_progress(axis.mesh.world))
+    ]
+
+
+def _places_apart(axis: ShardAxis, link: Link | None, max_running: int) -> list[RankPlace]:
+    """Of ranks that share none."""
+    groups, rows = _groups(axis)
+    return [
+        group_place(
+            _linked(world, link),
+            axis,
+            max_running,
+            parts=_linked(groups[rank], link) if axis.size > 1 else None,
+            row=rows.get(rank),
+        )
+        for rank, world in enumerate(local_groups(axis.mesh.world, axis="mesh"))
+    ]
+
+
+def _linked(group: LocalGroup, link: Link | None) -> LocalGroup | LinkedGroup:
+    return group if link is None else LinkedGroup(group, link)
 
 
 def _groups(axis: ShardAxis) -> tuple[dict[int, LocalGroup], dict[int, LocalGroup]]:

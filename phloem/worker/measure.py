@@ -47,7 +47,7 @@ def measure_rates(model: Forward, choice: AttentionChoice) -> LinkRates:
     group, pools = choice.group, choice.pools
     assert group is not None, "ranks that measure anything are in a group"
     component = next(c for c, numbers in enumerate(choice.direct.layers) if numbers)
-    small_s, large_s = _message_times(group)
+    small_s, large_s = _message_times(group, pools[component].buffer.data.device)
     own, other = _read_rates(pools[component], group)
     layer = _Layer(model, choice, component)
     times = [small_s, large_s, *layer.row_and_pair(), layer.added_by_queries() / 2]
@@ -66,21 +66,29 @@ def measure_rates(model: Forward, choice: AttentionChoice) -> LinkRates:
     )
 
 
-def _message_times(group: Group[Tensor]) -> tuple[float, float]:
-    """Seconds of a small exchange of all with all, and of a large one."""
-    small = [_exchange(group, SMALL_BYTES) for _ in range(SMALL_TURNS + 1)]
-    large = [_exchange(group, LARGE_BYTES) for _ in range(LARGE_TURNS + 1)]
+def _message_times(group: Group[Tensor], device: torch.device) -> tuple[float, float]:
+    """Seconds of a small exchange of all with all, and of a large one, of memory of `device`."""
+    small = [_exchange(group, SMALL_BYTES, device) for _ in range(SMALL_TURNS + 1)]
+    large = [_exchange(group, LARGE_BYTES, device) for _ in range(LARGE_TURNS + 1)]
     return statistics.median(small[1:]), statistics.median(large[1:])
 
 
-def _exchange(group: Group[Tensor], num_bytes: int) -> float:
+def _exchange(group: Group[Tensor], num_bytes: int, device: torch.device) -> float:
     """Seconds of one exchange that all ranks begin together."""
-    parts = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(group.size)]
+    parts = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(group.size)]
     out = [torch.empty_like(part) for part in parts]
+    _now(device)
     group.barrier()
     started = time.perf_counter()
     group.all_to_all(out, parts)
-    return time.perf_counter() - started
+    return _now(device) - started
+
+
+def _now(device: torch.device) -> float:
+    """The time once `device` has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _read_rates(pool: RankPool, group: Group[Tensor]) -> tuple[float, float]:
@@ -105,9 +113,9 @@ def _read_rates(pool: RankPool, group: Group[Tensor]) -> tuple[float, float]:
 def _copy_rate(to: Tensor, pages: Tensor) -> float:
     seconds = []
     for _ in range(READ_TURNS):
-        started = time.perf_counter()
+        started = _now(pages.device)
         to.copy_(pages)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(_now(pages.device) - started)
     return pages.nbytes / max(min(seconds), _LEAST_S)
 
 
@@ -126,9 +134,7 @@ class _Stopwatch:
     seconds: float = 0.0
 
     def __call__(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        now = time.perf_counter()
+        now = _now(self.device)
         if self.done == self.layer:
             self.seconds = now - self.started
             raise _Enough

@@ -85,7 +85,7 @@ def page_counts(
 
 
 def pool_layouts(specs: Sequence[KVSpec], counts: Sequence[int]) -> tuple[PageLayout, ...]:
-    """How the pages of each component lie in one rank's pool."""
+    """How the pages of each component lie in one owner's pool."""
     return tuple(
         PageLayout(spec, count, default_head_groups(spec.num_kv_heads))
         for spec, count in zip(specs, counts, strict=True)
@@ -102,15 +102,20 @@ def make_pools(
 ) -> tuple[DevicePool, ...]:
     """The device pool of each component, computed in `dtype`.
 
-    Raises ConfigError if the memory does not suffice.
+    Who shares no memory with the ranks that have other heads of its pages has a pool of its own
+    heads alone. Raises ConfigError if the memory does not suffice.
     """
     layouts = pool_layouts(specs, counts)
-    if place is None or place.pools is None:
-        owner = 0 if place is None else place.owner
-        return tuple(
-            DevicePool(layout, device=device, dtype=dtype, first_owner=owner) for layout in layouts
-        )
+    if place is None:
+        return tuple(DevicePool(layout, device=device, dtype=dtype) for layout in layouts)
     axis, rank = place.axis, place.peers.rank
+    if place.pools is None:
+        return tuple(
+            DevicePool(
+                layout.of_one_rank(axis), device=device, dtype=dtype, first_owner=place.owner
+            )
+            for layout in layouts
+        )
     return tuple(
         DevicePool(
             layout,

@@ -31,6 +31,10 @@ __all__ = ["PATIENCE_S", "Peers", "RankPlace", "group_place"]
 PATIENCE_S = 120.0
 
 
+def _nothing() -> None:
+    """Nothing has to be done."""
+
+
 class Peers:
     """Over a board of progress, which it owns. Belongs to the thread that runs the steps."""
 
@@ -94,12 +98,15 @@ class RankPlace:
     """Where a worker stands among several: its peers, and the memory that it shares with them.
 
     `axis`: the owners of pages, of which this rank is one or a part of one. `pools`: of each
-    component, `DevicePool.shared_bytes`; None: this rank has pages of its own, and others' can only
-    travel. `sampled`: `SampledTokens.num_bytes`, which `peers` keep the same on all ranks. `group`:
-    one rank of each owner, for pages and queries that travel. `row`: the ranks that compute the
-    same tokens; None: this one alone. Who loads the worker owns the groups. `links`: over which the
-    leader moves pages of tiers, where they are not in memory that it maps: its own end of each
-    other rank's, in their order; of another rank, its end.
+    component, `DevicePool.shared_bytes`; None: this rank has memory of its own alone, and what is
+    in others' can only travel. `sampled`: `SampledTokens.num_bytes`, which `peers` keep the same on
+    all ranks. `group`: one rank of each owner, for pages and queries that travel. `row`: the ranks
+    that compute the same tokens; None: this one alone. Who loads the worker owns the groups.
+    `links`: over which the leader moves pages of tiers, where they are not in memory that it maps:
+    its own end of each other rank's, in their order; of another rank, its end.
+
+    `give_up`: called from any thread when no step need end any more. `on_leave`: called when this
+    rank has left, perhaps more than once.
     """
 
     peers: Peers | GroupPeers
@@ -109,6 +116,8 @@ class RankPlace:
     group: Group[Tensor] | None = None
     row: Group[Tensor] | None = None
     links: tuple[PageLink, ...] = ()
+    give_up: Callable[[], None] = _nothing
+    on_leave: Callable[[], None] = _nothing
 
     @property
     def owner(self) -> int:
@@ -129,12 +138,27 @@ class RankPlace:
                 group.close()
         for link in self.links:
             link.close()
+        self.on_leave()
 
 
-def group_place(group: Group[Tensor], axis: ShardAxis, max_running: int) -> RankPlace:
-    """Of a rank that shares no memory with the others, each of which owns pages alone. Takes over
-    the group."""
-    assert axis.size == group.size == axis.mesh.cp, f"{axis} has other owners than ranks"
+def group_place(
+    world: Group[Tensor],
+    axis: ShardAxis,
+    max_running: int,
+    *,
+    parts: Group[Tensor] | None = None,
+    row: Group[Tensor] | None = None,
+) -> RankPlace:
+    """Of a rank that shares no memory with any other one. Takes over the groups.
+
+    `world`: all ranks, in order. `parts`: those that hold the same heads as this one, of each owner
+    one; None: nobody else does, or, where every rank is an owner, all of them do. `row`: as of
+    `RankPlace`.
+    """
+    assert world.size == axis.mesh.world, f"{world.size} ranks of {axis.mesh.world}"
+    assert (row is None) == (axis.mesh.tp == 1), f"a row of {axis.mesh.tp}"
+    group = world if axis.size == world.size else parts
+    assert (group is None) == (axis.size == 1), f"{axis.size} owners"
     sampled = mmap.mmap(-1, SampledTokens.num_bytes(max_running))
-    peers = GroupPeers(group, SampledTokens(max_running, sampled))
-    return RankPlace(peers=peers, axis=axis, pools=None, sampled=sampled, group=group)
+    peers = GroupPeers(world, SampledTokens(max_running, sampled))
+    return RankPlace(peers=peers, axis=axis, pools=None, sampled=sampled, group=group, row=row)

@@ -244,7 +244,8 @@ class RankedWorker:
                 self._fail(rank, f"it takes no more messages ({error.strerror or error})")
 
     def read_page(self, ref: PageRef, component: int = 0) -> bytes:
-        """A copy of a page's bytes, whoever owns it; no plan may be in flight."""
+        """A copy of a page's bytes, whoever owns it; no plan may be in flight. Where ranks share no
+        memory: of a page of this one's owner, what this one holds of it."""
         return self._own.read_page(ref, component)
 
     def farewell(self) -> None:

@@ -113,6 +113,8 @@ class Runner:
     def stop(self) -> None:
         """Give up the running step at its next layer, and all later ones. From any thread."""
         self._stopped = True
+        if self._place is not None:
+            self._place.give_up()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, free: FreePages | None = None) -> StepResult:
@@ -278,8 +280,9 @@ class Runner:
     def _planned(self, plan: StepPlan, inputs: StepInputs) -> PlannedAttention:
         """Attention in the ways that the plan says; if anything travels, all ranks plan for all."""
         if not self._remote(plan).exchanges:
-            mapped = self._place is None or self._place.pools is not None
-            assert mapped, "pages of other owners are not mapped"
+            place = self._place
+            here = place is None or place.pools is not None or place.axis.size == 1
+            assert here, "pages of other owners are not mapped"
             return PlannedAttention(self._attention, self._attention.plan(inputs.batches))
         assert self._choice is not None, "pages cannot travel: this rank is in no group"
         assert self._place is not None, "ranks of a group are peers"

@@ -229,8 +229,24 @@ def test_ranks_are_on_one_mesh() -> None:
     assert (parallel.mesh.world, parallel.mesh.tp, parallel.mesh.cp) == (6, 2, 3)
     with pytest.raises(ConfigError, match=r"--placement replicate .* --tp 2"):
         config_from({"tp": "2", "cp": "2", "placement": "replicate"}, environ={})
-    with pytest.raises(ConfigError, match="--tp 2 runs on a CPU only"):
-        config_from({"tp": "2", "device": "cuda"}, environ={})
+
+
+def test_ranks_on_gpus_share_no_memory() -> None:
+    """What needs it is refused in one line, that of one rank on a GPU is not."""
+    for axis in ("cp", "tp"):
+        assert config_from({axis: "2", "device": "cuda"}, environ={}).ranks_apart
+    assert not config_from({"cp": "2"}, environ={}).ranks_apart
+    for settings, says in [
+        ({"placement": "replicate"}, "--placement replicate .* do not share"),
+        ({"remote_kv": "direct"}, "--remote-kv direct .* do not share"),
+        ({"host_memory": "1GB"}, "--host-memory and --storage are not there"),
+        ({"storage": "/kept"}, "--host-memory and --storage are not there"),
+    ]:
+        with pytest.raises(ConfigError, match=says) as refusal:
+            config_from({"cp": "2", "device": "cuda", **settings}, environ={})
+        assert "\n" not in str(refusal.value)
+        alone = config_from({"device": "cuda", **settings}, environ={})
+        assert not alone.ranks_apart
 
 
 @pytest.mark.parametrize(("text", "share"), [("auto", None), ("0", 0.0), ("0.5", 0.5), ("1", 1.0)])

@@ -205,6 +205,32 @@ def test_ranks_started_by_hand_drain_on_sigterm(
         assert llm.generate(PROMPTS[0], SamplingParams(max_tokens=1))[0].cached.storage >= 24
 
 
+def test_a_row_of_two_hosts_answers_as_one_rank(launched: Launched, expected: list[Any]) -> None:
+    """Each holds half of the heads, and of the weights. Red if they need memory that both map."""
+    row = ("--cp", "1", "--tp", "2", "--verify-collectives")
+    launched.by_hand(0, 2, *row)
+    launched.by_hand(1, 2, *row)
+    launched.wait_ready()
+    check(launched, expected)
+    launched.processes[0].send_signal(signal.SIGTERM)
+    assert launched.statuses(20) == [0, 0], launched.output()
+    said = launched.output()
+    assert "2 processes (cp 1 x tp 2), 60 pages for each 2 of them" in said
+    assert "KV memory" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("remote_kv", ["send_q", "auto"])
+def test_rows_on_two_hosts_answer_as_one_rank(
+    launched: Launched, expected: list[Any], remote_kv: str
+) -> None:
+    """Two rows of two: each host has one."""
+    launched.torchrun(2, 2, "--cp", "2", "--tp", "2", "--remote-kv", remote_kv)
+    launched.wait_ready()
+    check(launched, expected)
+
+
 @pytest.mark.long
 def test_a_killed_leader_ends_the_others_with_an_error(launched: Launched) -> None:
     """Red if whoever supervises the other host is told that all is well."""

@@ -109,3 +109,28 @@ def test_ranks_of_one_machine_divide_its_memory_and_those_of_several_do_not(
     assert two_here.device == ((1 << 20) // page_bytes,)
     assert all_here.device == ((1 << 19) // page_bytes,)
     assert (all_here.ranks_here, two_here.ranks_here) == (4, 2)
+
+
+def test_a_rank_of_a_row_holds_its_part_of_each_page(models: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two ranks that share a machine have between them what one rank has there; on a machine of
+    its own each holds half of twice the pages. Red if a rank is taken to hold whole pages."""
+    monkeypatch.setattr(build_pools, "available_memory_bytes", lambda: 8 << 20)
+    path = models / "llama"
+
+    def planned(ranks_here: int, **cache) -> tuple[int, ...]:
+        config = Config(
+            model=ModelOptions(model=str(path), max_model_len=128),
+            cache=CacheOptions(page_size=PAGE, **cache),
+            parallel=ParallelOptions(tp=2),
+            scheduler=SchedulerOptions(max_running=4, max_prefill_tokens=64),
+        )
+        return plan_pools(config, path, "fp32", ranks_here=ranks_here).device
+
+    page_bytes = pools(path, num_pages=1).specs[0].page_bytes
+    assert planned(2) == ((2 << 20) // page_bytes,)
+    assert planned(1) == ((4 << 20) // page_bytes,)
+    assert planned(1, kv_memory="1MB") == (2_000_000 // page_bytes,)
+    much = (10 << 20) // page_bytes
+    assert planned(1, num_pages=much) == (much,)
+    with pytest.raises(ConfigError, match=r"would take 10.0 MiB.*lower --num-pages"):
+        planned(2, num_pages=much)

@@ -77,10 +77,10 @@ def test_ranks_come_in_any_order_and_talk_over_their_own_wires(met) -> None:
 def test_ranks_of_one_machine_get_their_seats_over_the_wire() -> None:
     """Memory and doorbells, under other numbers. Red if two of them change places."""
     store = dist.HashStore()
-    leader = Meeting(launch(0, 2, 2), store)
+    leader = Meeting(launch(0, 2, 2), store, seated=True)
     (met,) = in_threads(1, lambda _at: find_leader(launch(1, 2, 2), store, PATIENT_S))
     (sock,) = leader.gather(PATIENT_S)
-    assert (met.pages, leader.pages) == (None, [])
+    assert (met.seated, leader.pages) == (True, [])
     own, other = rank_seats(AXIS, 2)
     size_memory(own, [PageLayout(SPEC, 4, 1), PageLayout(SPEC, 7, 1)], 3)
     send_seat(sock, other)

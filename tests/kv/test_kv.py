@@ -7,6 +7,7 @@ import math
 import pytest
 
 from phloem.core.errors import ConfigError
+from phloem.core.mesh import Mesh
 from phloem.kv.layout import PageLayout, default_head_groups
 from phloem.kv.sizing import num_pages_for, pages_for_tokens
 from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
@@ -126,3 +127,19 @@ def test_a_budget_below_one_page_says_what_to_do() -> None:
 def test_sizes_below_one_are_refused() -> None:
     with pytest.raises(ConfigError, match="page_size"):
         make_spec(page_size=0)
+
+
+def test_parts_of_a_page_are_its_objects_in_order() -> None:
+    """What ranks that share no memory hold of a page is the page when it is laid side by side."""
+    whole, mesh = PageLayout(make_spec(num_kv_heads=8), 5, 8), Mesh(tp=2, cp=2)
+    axis = whole.spec.shard_axis(mesh)
+    part = whole.of_one_rank(axis)
+    assert (part.num_pages, part.num_head_groups, part.heads_per_group) == (5, 4, 1)
+    assert part.object_bytes == whole.object_bytes
+    assert 2 * part.spec.page_bytes == whole.spec.page_bytes
+    for rank in range(mesh.world):
+        low, high = whole.groups_of(axis, rank)
+        assert low * whole.object_bytes == axis.part_of(rank) * part.spec.page_bytes
+        assert high - low == part.num_head_groups
+    latent = PageLayout(make_spec(kind=AttentionKind.MLA, num_kv_heads=1, rope_dim=16), 5, 1)
+    assert latent.of_one_rank(latent.spec.shard_axis(mesh)) == latent

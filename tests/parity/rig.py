@@ -37,7 +37,7 @@ from phloem.core.clock import MonotonicClock
 from phloem.core.mesh import Mesh
 from phloem.core.namespace import make_namespace
 from phloem.core.plan import PageTableUpdate, RowInit, RowPlan, StepPlan, StepResult
-from phloem.core.refs import owner_of, slot_of
+from phloem.core.refs import slot_of
 from phloem.core.remote import IN_PLACE, RemoteWays
 from phloem.core.request import (
     CachedTokens,
@@ -66,6 +66,7 @@ from phloem.worker import (
     load_local_ranks,
     load_worker,
 )
+from tests.parity.apart import RanksApart
 from tests.parity.processes import load_process_ranks
 
 __all__ = ["Answer", "Cold", "Rig"]
@@ -93,7 +94,7 @@ def _load(
     mesh: Mesh = ONE_RANK,
     replica: Callable[[int], Replica] | None = None,
     children: list[subprocess.Popen[bytes]] | None = None,
-    apart: bool = False,
+    apart: RanksApart | None = None,
     **more: Any,
 ) -> LoadedWorker:
     options = WorkerOptions(
@@ -108,10 +109,10 @@ def _load(
     )
     if children is not None:
         return load_process_ranks(path, options, mesh, children)
+    if apart is not None:
+        return apart.load(path, options, mesh, replicas=replica)
     if mesh.world > 1:
-        return load_local_ranks(
-            path, options, mesh.cp, tp=mesh.tp, replicas=replica, maps_pools=not apart
-        )
+        return load_local_ranks(path, options, mesh.cp, tp=mesh.tp, replicas=replica)
     return load_worker(path, options)
 
 
@@ -240,8 +241,9 @@ class Rig:
     ) -> None:
         """With `ranks`, threads of this process that share all these pages, each of `tp` parts; or
         `processes`, of which only rank 0 tells its logits, and which page it has made. `apart`:
-        threads that share no memory, as on several hosts: pages of others cannot be read."""
-        self.apart = apart
+        threads that share no memory, as on several hosts; nobody sees there which page a step has
+        made."""
+        self._apart = RanksApart() if apart else None
         mesh = Mesh(tp=tp, cp=ranks)
         if read_model_config(path).mla is not None:
             ranks *= tp  # that own pages
@@ -262,7 +264,7 @@ class Rig:
             mesh=mesh,
             replica=self._replica,
             children=self._children if processes else None,
-            apart=apart,
+            apart=self._apart,
             inline=not overlap,
             host_pages=host_pages,
             transfer_hooks=transfer_hooks,
@@ -361,6 +363,12 @@ class Rig:
         )
         return TierController(self.cache, self.loaded.transfers, self.clock, config, keys)
 
+    def read_page(self, ref: int, component: int = 0) -> bytes:
+        """A copy of a page's bytes, wherever they are; nothing may run."""
+        if self._apart is not None:
+            return self._apart.read_page(ref, component)
+        return self.loaded.worker.read_page(ref, component)
+
     def add(self, prompt: list[int], max_tokens: int, *, salt: str | None = None) -> str:
         """Queue a greedy request; returns its id."""
         request_id = f"r{len(self.answers)}"
@@ -386,7 +394,7 @@ class Rig:
         with self._lock:
             for i, row in enumerate(logits):
                 self.logits[serial][start + i] = row.clone()
-            if not self.apart:
+            if self._apart is None:
                 self._note_pages(serial, start, start + len(logits))
 
     def _note_pages(self, serial: int, start: int, end: int) -> None:
@@ -494,7 +502,7 @@ def _floats(data: bytes) -> torch.Tensor:
 
 def read_page(rig: Rig, ref: int, component: int = 0) -> torch.Tensor:
     """One page's KV as fp32, flat."""
-    return _floats(rig.loaded.worker.read_page(ref, component))
+    return _floats(rig.read_page(ref, component))
 
 
 def check_tokens(rig: Rig, cold: Cold) -> None:
@@ -573,9 +581,8 @@ def raw_copies(rig: Rig, node: Any, page: int, component: int = 0) -> dict[str, 
     """A page of a node wherever it is, by place; window state may be nowhere."""
     out = {}
     held = node.extra[component - 1] if component else node
-    ref = held.ref_list()[page] if held.refs else ABSENT
-    if ref != ABSENT and not (rig.apart and owner_of(ref)):
-        out[f"slot {slot_of(ref)}"] = rig.loaded.worker.read_page(ref, component)
+    if held.refs and (ref := held.ref_list()[page]) != ABSENT:
+        out[f"slot {slot_of(ref)}"] = rig.read_page(ref, component)
     if held.host and (slot := held.host_list()[page]) != ABSENT:
         out[f"host slot {slot}"] = rig.loaded.hosts[component].read_page(slot)
     return out

@@ -1,74 +1,88 @@
-"""Ranks that share no memory, as on several hosts: tokens and logits of the cold one rank.
+"""Ranks that share no memory, as on several hosts: tokens, logits and pages of the cold one rank.
 
-Ranks are threads with pools and token buffers of their own. Freed pages are NaN. Host and storage
-are the leader's: pages of the others come and go over their links.
+Ranks are threads with pools and token buffers of their own; of a row each has its heads of a page.
+Freed pages are NaN.
 """
 
 from __future__ import annotations
 
 import random
-import threading
 from pathlib import Path
 
 import pytest
 
 from phloem.core.remote import Remote, RemoteWays
-from phloem.core.request import FinishReason
-from phloem.core.transfer import Transfer, TransferKind
 from phloem.kv.sizing import least_window_pages
-from phloem.tiers import TierConfig
-from phloem.transfer import LeaderGate, PageServer, TransferHooks
-from phloem.transfer.page_link import Message
+from phloem.models.row import Row
 from phloem.worker import SampledTokens
+from tests.kernels.native_build import native_library
+from tests.models.checkpoints import LATENT, make_latent, make_model, make_windowed
 from tests.parity.come_and_go import come_and_go
 from tests.parity.conftest import Models, Windowed
+from tests.parity.exact import check_exact, sum_row_by_row
 from tests.parity.rig import Cold, Rig, check_all
+from tests.parity.test_dtypes import journey, shape_of
 from tests.parity.test_journeys import words
 from tests.parity.test_tiers import chat
 
+# (kind, tp, cp, way, overlap, kernels)
 CELLS = [
-    ("llama", 2, "send_q", True, "auto"),
-    ("llama", 4, "gather_kv", False, "torch"),
-    ("v3", 2, "gather_kv", True, "torch"),
-    ("v3-yarn", 3, "send_q", True, "torch"),
+    ("llama", 1, 2, "send_q", True, "auto"),
+    ("llama", 1, 4, "gather_kv", False, "torch"),
+    ("v3", 1, 2, "gather_kv", True, "torch"),
+    ("v3-yarn", 1, 3, "send_q", True, "torch"),
+    ("llama", 2, 1, "gather_kv", True, "torch"),
+    ("llama-tied", 2, 2, "send_q", True, "torch"),
+    pytest.param("v3", 2, 1, "send_q", False, "torch", marks=pytest.mark.long),
+    ("v3-halves", 2, 2, "gather_kv", True, "torch"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "ranks", "way", "overlap", "kernels"), CELLS, ids=str)
+@pytest.mark.parametrize(("kind", "tp", "cp", "way", "overlap", "kernels"), CELLS, ids=str)
 def test_requests_that_come_and_go_over_a_small_pool(
-    models: Models, kind: str, ranks: int, way: str, overlap: bool, kernels: str
+    models: Models, kind: str, tp: int, cp: int, way: str, overlap: bool, kernels: str
 ) -> None:
-    """A request's next token is often sampled by another rank than the one that computes it."""
-    path, rng = models(kind), random.Random(f"{kind} {ranks}")
+    """A request's next token is often sampled by another rank than those that compute it. Rows
+    compare what is free in every step."""
+    path, rng = models(kind), random.Random(f"{kind} {tp * cp}")
     with Rig(
         path,
         page_size=4,
         num_pages=60,
         max_prefill_tokens=20,
         max_running=4,
-        ranks=ranks,
+        ranks=cp,
+        tp=tp,
         overlap=overlap,
         kernels=kernels,
         remote=RemoteWays.all(Remote(way)),
         apart=True,
+        verify=tp > 1,
     ) as rig:
         come_and_go(rig, rng, 12)
         check_all(rig, Cold(path))
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "way"), [("gemma3", 2, "send_q"), ("mistral", 3, "gather_kv")]
+    ("family", "tp", "cp", "way"),
+    [
+        ("gemma3", 1, 2, "send_q"),
+        ("mistral", 1, 3, "gather_kv"),
+        ("gpt_oss", 2, 1, "send_q"),
+        ("gemma3", 2, 2, "gather_kv"),
+    ],
 )
 def test_windows_have_pools_of_their_own_too(
-    windowed: Windowed, family: str, ranks: int, way: str
+    windowed: Windowed, family: str, tp: int, cp: int, way: str
 ) -> None:
     path, cold = windowed(family, 16)
     with Rig(
         path,
         page_size=4,
         num_pages=60,
-        window_pages=ranks * (least_window_pages(16, 4) + 2),
-        ranks=ranks,
+        window_pages=cp * (least_window_pages(16, 4) + 2),
+        ranks=cp,
+        tp=tp,
         remote=RemoteWays.all(Remote(way)),
         apart=True,
     ) as rig:
@@ -76,135 +90,90 @@ def test_windows_have_pools_of_their_own_too(
         check_all(rig, cold)
 
 
-TIERS = [("llama", 2, "send_q", "write_back", True), ("v3", 3, "gather_kv", "write_through", False)]
-
-
-@pytest.mark.parametrize(("kind", "ranks", "way", "policy", "overlap"), TIERS, ids=str)
-def test_chats_through_host_and_storage(
-    models: Models, tmp_path: Path, *, kind: str, ranks: int, way: str, policy: str, overlap: bool
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("gemma2", "int8"),
+        *(
+            pytest.param(*cell, marks=pytest.mark.long)
+            for cell in (("llama", "fp4"), ("llama-tied", "fp8"), ("gpt_oss", "bf16"))
+        ),
+    ],
+)
+def test_each_rank_of_a_row_has_the_bytes_of_its_heads(
+    models: Models, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
 ) -> None:
-    """What ranks apart have stored one rank reads, and other ranks apart. Red if a page of another
-    rank is not what it has computed, is read before it is there, or comes to another place."""
-    path, cold = models(kind), Cold(models(kind))
-    for engine in (ranks, 1, 5 - ranks):
-        apart = {"ranks": engine, "apart": True, "remote": RemoteWays.all(Remote(way))}
-        with Rig(
-            path,
-            page_size=4,
-            num_pages=24,
-            host_pages=100,
-            store=tmp_path,
-            overlap=overlap,
-            tiers=TierConfig(write_policy=policy, prefetch_policy="wait_complete"),
-            transfer_hooks=TransferHooks(whole_layers=True),
-            **(apart if engine > 1 else {}),
-        ) as rig:
-            rig.sees_all = False  # what ranks apart have made
-            chat(rig, 50, 8)
-            sources = [answer.sources for answer in [*rig.answers.values()]]
-            assert sum(each.host for each in sources) > 0
-            if engine != ranks:
-                assert sum(each.storage for each in sources) > 0
-            check_all(rig, cold)
+    """To the last bit: a cold row that shares memory, whose sums are the same. Side by side the
+    ranks' parts are a page; and none holds more than its part."""
+    sum_row_by_row(monkeypatch)
+    path = models(kind)
+    cold = Cold(path, tp=2, kernels="reference", kv_dtype=dtype)
+    with Rig(path, **shape_of(dtype, 4, 2), tp=2, apart=True) as rig:
+        for spec, pool in zip(rig.loaded.specs, rig.loaded.pools, strict=True):
+            assert 2 * pool.buffer.data[0].nbytes == spec.page_bytes
+        journey(rig, words(1, 14), 3)
+        assert sum(answer.cached for answer in rig.answers.values()) > 0
+        assert check_exact(rig, cold) > 0
+    cold.close()
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "way"), [("mistral", 2, "gather_kv"), ("gemma3", 3, "send_q")]
+    ("kind", "cp", "way"),
+    [
+        ("llama", 2, "send_q"),
+        ("gemma3", 2, "gather_kv"),
+        ("v3", 2, "send_q"),
+        ("gpt_oss", 1, "send_q"),
+    ],
 )
-def test_tails_of_windows_come_back_beside_their_full_pages(
-    windowed: Windowed, family: str, ranks: int, way: str
+def test_native_kernels_compute_a_part_of_a_layer(
+    tmp_path: Path, kind: str, cp: int, way: str
 ) -> None:
-    """Two components, one of which has no bytes where all layers have a window."""
-    path, cold = windowed(family, 16)
+    """An MLP wide enough that half of it is whole panels."""
+    native_library()
+    if kind == "llama":
+        make_model(kind, intermediate_size=128).save_pretrained(tmp_path)
+    elif kind in LATENT:
+        make_latent(kind, tmp_path, intermediate_size=128)
+    else:
+        make_windowed(kind, tmp_path, window=8, intermediate_size=128)
+    cold = Cold(tmp_path)
+    windows = {} if kind in ("llama", *LATENT) else {"window_pages": 30}
     with Rig(
-        path,
+        tmp_path,
         page_size=4,
         num_pages=40,
-        window_pages=ranks * (least_window_pages(16, 4) + 2),
-        host_pages=160,
-        window_host_pages=80,
-        ranks=ranks,
+        ranks=cp,
+        tp=2,
+        kernels="native",
         remote=RemoteWays.all(Remote(way)),
         apart=True,
+        **windows,
     ) as rig:
-        chat(rig, 50, 3)
-        rig.cache.evict(rig.cache.evictable_pages)
-        again = [rig.add(answer.prompt + words(9, 7), 3) for answer in [*rig.answers.values()]]
-        rig.loop.run_until_idle()
-        assert sum(rig.answers[name].sources.host for name in again) > 0
+        chat(rig, 40, 4)
         check_all(rig, cold)
 
 
-def host_hit(path: Path, hooks: TransferHooks) -> Rig:
-    """Two ranks apart, and a prompt all of whose full pages are on the host alone."""
-    rig = Rig(
-        path,
-        page_size=4,
-        num_pages=40,
-        host_pages=160,
-        ranks=2,
-        remote=RemoteWays.all(Remote.GATHER_KV),
-        apart=True,
-        transfer_hooks=hooks,
-    )
-    rig.ask(words(1, 21), 2)
-    rig.cache.evict(rig.cache.evictable_pages)
-    return rig
-
-
-def test_a_layer_that_nobody_waits_for_is_noticed(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A mutation: the load begins when the other rank has been through the step that reads it."""
-    over = threading.Event()
-
-    def before_chunk(transfer: Transfer, _position: int) -> None:
-        assert transfer.kind is not TransferKind.LOAD_BACK or over.wait(60.0)
-
-    def pass_by(_gate: object, _loads: tuple[int, ...], layer: int) -> None:
-        if layer == 3:
-            over.set()
-
-    for gate in (LeaderGate, PageServer):
-        monkeypatch.setattr(gate, "wait_layer", pass_by)
-    path = models("llama")
-    with host_hit(path, TransferHooks(before_chunk=before_chunk)) as rig:
-        assert rig.ask(words(1, 21), 3).sources.host == 20
-        with pytest.raises(AssertionError):
-            check_all(rig, Cold(path))
-
-
-def test_a_rank_that_dies_while_its_pages_are_loaded_ends_all(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its step waits for a layer, and so does the leader's. Red if either waits on."""
-    served: list[PageServer] = []
-    serve = PageServer._take
-
-    def take(server: PageServer, message: Message) -> None:
-        served.append(server)
-        serve(server, message)
-
-    def before_chunk(transfer: Transfer, position: int) -> None:
-        if transfer.kind is TransferKind.LOAD_BACK and position:
-            served[0]._link.close()
-
-    monkeypatch.setattr(PageServer, "_take", take)
-    hooks = TransferHooks(before_chunk=before_chunk, whole_layers=True)
-    with host_hit(models("llama"), hooks) as rig:
-        answer = rig.ask(words(1, 21), 3)
-        assert "rank 1 failed: its connection has closed" in (rig.loop.dead or "")
-        assert answer.finish is FinishReason.ERROR
-
-
-def test_a_token_that_does_not_travel_is_noticed(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A mutation: nobody takes in what other ranks have sampled."""
-    monkeypatch.setattr(SampledTokens, "write", lambda *_: None)
-    path = models("llama")
-    remote = RemoteWays.all(Remote.GATHER_KV)
-    with Rig(path, page_size=4, num_pages=40, ranks=2, remote=remote, apart=True) as rig:
+def fails(models: Models, *, tp: int, cp: int) -> None:
+    """A request is not what the cold one is."""
+    path, remote = models("llama"), RemoteWays.all(Remote.GATHER_KV)
+    with Rig(path, page_size=4, num_pages=40, ranks=cp, tp=tp, remote=remote, apart=True) as rig:
         rig.ask(words(1, 21), 12)
         with pytest.raises(AssertionError):
             check_all(rig, Cold(path))
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 1)])
+def test_a_token_that_does_not_travel_is_noticed(
+    models: Models, monkeypatch: pytest.MonkeyPatch, tp: int, cp: int
+) -> None:
+    """A mutation: nobody takes in what other ranks have sampled, in another row or in its own."""
+    monkeypatch.setattr(SampledTokens, "write", lambda *_: None)
+    fails(models, tp=tp, cp=cp)
+
+
+def test_a_summand_that_is_left_out_is_noticed(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Row, "add_up", lambda _self, summand: summand)
+    fails(models, tp=2, cp=1)

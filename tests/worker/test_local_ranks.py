@@ -170,12 +170,15 @@ APART = {
 }
 
 
-@pytest.mark.parametrize(("size", "ways"), [(2, "gather_kv"), (4, "send_q"), (3, "anew")])
-def test_ranks_that_share_no_memory_give_the_same(path, alone, size, ways) -> None:
+@pytest.mark.parametrize(
+    ("size", "tp", "ways"),
+    [(2, 1, "gather_kv"), (4, 1, "send_q"), (3, 1, "anew"), (1, 2, "send_q"), (2, 2, "anew")],
+)
+def test_ranks_that_share_no_memory_give_the_same(path, alone, size, tp, ways) -> None:
     """As on several hosts. Red if a sampled token does not travel, if a penalty is counted by one
     rank alone, or if a rank looks for a page where all ranks' pools would be."""
     logits = Logits()
-    loaded = load_local_ranks(path, options(), size, hooks=logits.hooks, maps_pools=False)
+    loaded = load_local_ranks(path, options(), size, tp=tp, hooks=logits.hooks, maps_pools=False)
     assert [pool.num_owners for pool in loaded.pools] == [1]
     ranks = RankDriver(loaded.worker, striped(size), size=size, num_pages=PAGES, page_size=PAGE)
     ranks.ways = APART[ways]

@@ -1,0 +1,187 @@
+"""Steps of a rank whose model, pages and messages are on a GPU of its own, which is not there.
+
+What mixes devices is refused; values are nobody's, so what a step samples is invented.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from phloem.core.mesh import Mesh, ShardAxis
+from phloem.core.plan import PageTableUpdate, ReplicaPlan, RowResult
+from phloem.core.refs import make_ref
+from phloem.core.remote import Remote, RemoteWays
+from phloem.groups.base import BaseGroup, Exchange
+from phloem.models.safetensors_source import SafetensorsSource
+from phloem.worker import Hooks, InlineWorker, WorkerOptions, load_worker, measure, runner
+from phloem.worker.peers import group_place
+from tests.fake_gpus import FakeGpus
+from tests.models.checkpoints import LATENT, make_checkpoint, make_latent, make_windowed
+from tests.worker.rank_driver import RankDriver, striped
+
+PAGE, PAGES = 4, 40
+GPU = "cuda:1"
+
+
+class Silent(BaseGroup):
+    """A group of ranks that never say anything. `moved`: devices of what was to be moved, by kind
+    of operation."""
+
+    def __init__(self, rank: int = 1, size: int = 2) -> None:
+        super().__init__(rank=rank, size=size, axis="cp", timeout_s=1.0)
+        self.moved: dict[str, set[str]] = {}
+
+    def _launch(self, exchange: Exchange) -> None:
+        tensors = [t for t in (*exchange.sends, *exchange.recvs) if t is not None and t.nbytes]
+        seen = self.moved.setdefault(exchange.kind.name, set())
+        seen |= {str(tensor.device) for tensor in tensors}
+
+    def _complete(self, exchange: Exchange, deadline_s: float) -> None:
+        """What it receives is anything."""
+
+    def _digest_of(self, rank: int, serial: int) -> int | None:
+        return None
+
+    def _keep(self, out: torch.Tensor, mine: torch.Tensor) -> None:
+        """By address, which these tensors do not have."""
+
+    def close(self) -> None:
+        """Nobody is told."""
+
+
+def invented(logits: torch.Tensor, candidates: Any) -> list[RowResult]:
+    assert str(logits.device) == GPU
+    assert len(logits) == len(candidates)
+    return [RowResult(row=c.plan.row, serial=c.plan.serial, token=7) for c in candidates]
+
+
+def make_model(kind: str, folder: Path) -> dict[str, Any]:
+    if kind in LATENT:
+        make_latent(kind, folder)
+    elif kind in ("gemma3", "mistral"):
+        make_windowed(kind, folder, window=8)
+        return {"window_pages": 20}
+    else:
+        make_checkpoint(kind, folder)
+    return {}
+
+
+CELLS = [
+    ("llama", 1, "gather_kv", "int8"),
+    ("v3-yarn", 2, "send_q", "bf16"),
+    ("mistral", 2, "send_q", "fp8"),
+]
+MORE = [
+    ("llama", 1, "send_q", "fp32"),
+    ("llama", 2, "send_q", "fp4"),
+    ("gemma3", 1, "send_q", "fp32"),
+    ("v3", 1, "gather_kv", "fp8"),
+]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Accessing the data pointer"
+)  # of weights, as a mark of identity
+@pytest.mark.parametrize(
+    ("kind", "tp", "way", "kv_dtype"),
+    [*CELLS, *(pytest.param(*cell, marks=pytest.mark.long) for cell in MORE)],
+    ids=str,
+)
+def test_what_a_step_computes_and_sends_stays_on_the_ranks_gpu(
+    kind: str, tp: int, way: str, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks, a prefix of others' pages, decodes, replicas, freed pages as NaN; sampled tokens are
+    on the CPU. Red if one tensor of a step is made elsewhere."""
+    more = make_model(kind, tmp_path)
+    gpus = FakeGpus(monkeypatch, 2)
+    monkeypatch.setattr(runner, "sample", invented)
+    real = SafetensorsSource._read
+
+    def read(source: SafetensorsSource, name: str, part: Any) -> torch.Tensor:
+        with gpus.outside():
+            return real(source, name, part)
+
+    monkeypatch.setattr(SafetensorsSource, "_read", read)
+    options = WorkerOptions(
+        dtype="fp32",
+        kv_dtype=kv_dtype,
+        device=GPU,
+        page_size=PAGE,
+        num_pages=PAGES,
+        max_running=4,
+        threads=1,
+        inline=True,
+        hooks=Hooks(nan_fill=True),
+        **more,
+    )
+    mesh = Mesh(tp=tp, cp=2)
+    axis = ShardAxis(mesh=mesh, ranks_per_owner=1 if kind in LATENT else tp)
+    world, parts, row = Silent(tp, mesh.world), Silent(1, 2), Silent(0, tp)  # first of row 1
+    with gpus.mode():
+        place = group_place(
+            world,
+            axis,
+            options.max_running,
+            parts=None if axis.size == mesh.world else parts,
+            row=None if tp == 1 else row,
+        )
+        told: list[str] = []
+        place = replace(place, give_up=partial(told.append, "give up"))
+        loaded = load_worker(tmp_path, options, place=place)
+        assert isinstance(loaded.worker, InlineWorker)
+        assert {str(pool.buffer.data.device) for pool in loaded.pools} == {GPU}
+        play(loaded.worker, axis, RemoteWays.all(Remote(way)), windows=len(loaded.specs) > 1)
+        loaded.worker.stop()
+        loaded.worker.close()
+        assert told == ["give up"]
+    assert world.moved.pop("ALL_GATHER") == {"cpu"}  # tokens
+    travels = {"ALL_TO_ALL": {GPU}}
+    all_own = axis.size == mesh.world
+    assert [world.moved, parts.moved] == ([travels, {}] if all_own else [{}, travels])
+    assert row.moved.get("ALL_REDUCE") == (None if tp == 1 else {GPU})
+
+
+def play(worker: InlineWorker, axis: ShardAxis, ways: RemoteWays, *, windows: bool) -> None:
+    """Two chunks; a chunk of the row and of another one that shares its pages; a token of both.
+    Who computes the last page of a row samples it."""
+    owner, one, two = striped(axis.size), list(range(2, 45)), list(range(2, 36))
+    driver = RankDriver(worker, owner, size=axis.size, num_pages=PAGES, page_size=PAGE)
+    driver.ways = (ways,)
+
+    def admit(row: int, ids: list[int], **more: Any) -> None:
+        driver.admit(row, ids, room=0, **more)
+        if windows:
+            refs = np.array([make_ref(owner(row, page), page) for page in range(12)])
+            update = PageTableUpdate(row=row, first_page=0, refs=refs, component=1)
+            driver._updates.append(update)
+
+    admit(0, one)
+    driver.step(driver.chunk(0, one, 0, 3))  # of which the other row computes all
+    driver.step(driver.chunk(0, one, 3, 22))
+    admit(1, two, shared_with=0, shared_pages=5)
+    made, made_at = np.array([make_ref(0, 3)]), np.array([make_ref(1, 5)])
+    rows = driver.chunk(0, one, 22, 42), driver.chunk(1, two, 20, 33)
+    driver.step(*rows, replicas=ReplicaPlan(made=made, made_at=made_at))
+    last = driver.step(driver.chunk(0, one, 42, 43), driver.chunk(1, two, 33, 34))
+    ends = {row: owner(row, page) // axis.owners_per_row for row, page in ((0, 10), (1, 8))}
+    ours = [row for row, index in ends.items() if index == 1]
+    assert ours
+    assert [row.row for row in last.rows] == ours
+
+
+def test_the_link_is_measured_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not between CPUs, over another link; and the clock is read when the GPU has nothing left."""
+    gpus, group, waited = FakeGpus(monkeypatch, 2), Silent(), []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(str(device)))
+    with gpus.mode():
+        measure._exchange(group, 64, torch.device(GPU))
+        measure._copy_rate(torch.empty(8, device=GPU), torch.empty(8, device=GPU))
+    assert group.moved["ALL_TO_ALL"] == {GPU}
+    assert waited == [GPU] * (2 + 2 * measure.READ_TURNS)
