@@ -23,6 +23,9 @@ __all__ = [
 
 # Tokens a page on each device: small where sharing is worth more than long copies.
 DEFAULT_PAGE_SIZE = {"cpu": 16, "cuda": 64}
+# As many as a processor needs to be at its best: with more, running answers and short prompts only
+# wait longer for long ones.
+DEFAULT_PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,8 +252,10 @@ class SchedulerOptions:
         "order of the queue: longest cached prefix, first come, response ratio, routing key",
         spellings={"routing-key": "routing_key"},
     )
-    max_prefill_tokens: int = setting(
-        16384, "prompt tokens computed in one step; longer prompts go in chunks", low=1
+    max_prefill_tokens: int | None = setting(
+        None,
+        "prompt tokens of one step; longer prompts go in chunks; default: cpu 1024, cuda 16384",
+        low=1,
     )
     max_running: int = setting(
         64,
@@ -325,7 +330,7 @@ class Config:
 
     def __post_init__(self) -> None:
         budget = self.scheduler.max_prefill_tokens
-        if budget < self.page_size:
+        if budget is not None and budget < self.page_size:
             raise ConfigError(
                 f"--max-prefill-tokens {budget} is less than one page of {self.page_size} tokens"
             )
@@ -363,3 +368,8 @@ class Config:
     def page_size(self) -> int:
         """Tokens a page, with the default of the device."""
         return self.cache.page_size or DEFAULT_PAGE_SIZE[self.model.device]
+
+    @property
+    def max_prefill_tokens(self) -> int:
+        """Prompt tokens of a step, with the default of the device, which is a page at least."""
+        return self.scheduler.max_prefill_tokens or DEFAULT_PREFILL_TOKENS[self.model.device]

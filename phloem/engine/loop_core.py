@@ -138,7 +138,7 @@ def make_loop_core(
             # The front counts running and waiting together, and refuses before anything travels.
             # A burst that finds an idle engine is all "queued" for one pass.
             max_queued=options.max_queued + options.max_running,
-            max_prefill_tokens=options.max_prefill_tokens,
+            max_prefill_tokens=config.max_prefill_tokens,
             policy=options.schedule_policy,
             overlap=options.overlap,
             eos_ids=eos_ids,

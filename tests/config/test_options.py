@@ -263,3 +263,20 @@ def test_a_share_of_replicas_that_cannot_be_is_refused(text: str) -> None:
 def test_replicas_of_what_every_rank_has_are_refused() -> None:
     with pytest.raises(ConfigError, match="leave it out"):
         ParallelOptions(hot_replicas="0.1", placement="replicate")
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({}, 1024),
+        ({"device": "cuda"}, 16384),
+        ({"page_size": 1024}, 1024),
+        ({"max_prefill_tokens": 3000}, 3000),
+    ],
+    ids=str,
+)
+def test_a_step_has_the_prompt_tokens_of_its_device_and_a_page_at_least(
+    settings: dict[str, object], tokens: int
+) -> None:
+    """Red if a default is refused, or what was asked for is not taken."""
+    assert config_from(settings, environ={}).max_prefill_tokens == tokens
