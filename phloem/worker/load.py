@@ -140,11 +140,12 @@ def load_worker(
     num_pages = _device_pages(options, specs)
     pools = make_pools(specs, num_pages, device, dtype=how.dtype, place=place)
     hosts, transfers = host_tier(
+        specs,
         pools,
         config.component_layers,
         _host_pages(options, len(specs)),
         options.transfer_hooks,
-        () if place is None else place.links,
+        place,
     )
     forward = load_forward(path, config, pools, how, on_progress)
     tables = RowTables(
