@@ -77,11 +77,6 @@ def check_launch(config: Config, launch: Launch) -> None:
         raise ConfigError(_other_size(parallel.mesh, launch.size))
     if launch.on_one_machine:
         return
-    if parallel.tp > 1 and config.tiers.host_memory_bytes != 0:
-        raise ConfigError(
-            "--host-memory and --storage are for --cp alone on several hosts: with --tp the heads "
-            "of a page are divided among them; leave out one or the other"
-        )
     if parallel.placement == "replicate":
         raise ConfigError(
             "--placement replicate writes into other ranks' memory, which is not there on several "

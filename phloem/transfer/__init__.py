@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phloem.transfer.apart import APART_CHUNK_BYTES, ApartCopier, LeaderGate, tell_loads
+from phloem.transfer.apart import APART_CHUNK_BYTES, Holder, LeaderGate, tell_loads
 from phloem.transfer.component import ComponentMemory, memory_of
 from phloem.transfer.copier import make_copier
 from phloem.transfer.engine import TransferEngine, TransferHooks
@@ -11,8 +11,8 @@ from phloem.transfer.page_server import PageServer
 
 __all__ = [
     "APART_CHUNK_BYTES",
-    "ApartCopier",
     "ComponentMemory",
+    "Holder",
     "LeaderGate",
     "PageLink",
     "PageServer",

@@ -1,15 +1,16 @@
 """The leader's end of the transfers where ranks share no memory with it.
 
 The transfer engine stays as it is: it moves pages between the host arena and "the device", of which
-the parts of other ranks are reached over a link each. What a chunk has moved is in place on every
-rank before the engine goes on.
+what other ranks hold is reached over a link each. What a chunk has moved is in place on every rank
+before the engine goes on.
 
-    page = owner * pages_per_owner + slot      owner 0: this rank's pool; owner r: over links[r - 1]
+    page = owner * pages_per_owner + slot      this rank is owner 0, or holds the first heads of it
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,9 +24,10 @@ from phloem.pools import HostArena
 from phloem.transfer.copier import Copier
 from phloem.transfer.page_link import Get, LoadNews, PageLink, Put
 
-__all__ = ["APART_CHUNK_BYTES", "ApartCopier", "LeaderGate", "tell_loads"]
+__all__ = ["APART_CHUNK_BYTES", "ApartCopier", "Holder", "LeaderGate", "tell_loads"]
 
 _Slots = npt.NDArray[np.int64]
+_Bytes = npt.NDArray[np.uint8]
 
 # A link is slower than memory: what is urgent waits for one chunk, and layers come chunk by chunk.
 APART_CHUNK_BYTES = 4 << 20
@@ -36,18 +38,29 @@ PIECE_PAGES = 512
 MOST_UNANSWERED = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Pages of one other rank; `slots` of its pool, `host` of the arena."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A rank that is elsewhere: it holds head groups first_group ... end_group - 1 of the pages of
+    an owner."""
 
     link: PageLink
+    owner: int
+    first_group: int
+    end_group: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What one rank holds of some pages; `slots` of its pool, `host` of the arena."""
+
+    holder: Holder
     slots: _Slots
     host: _Slots
 
 
 class ApartCopier:
     """Of one component. Belongs to the engine's copy thread, like the links; raises GroupError if a
-    rank is gone. `own` copies the pages of this rank."""
+    rank is gone. `own` copies what this rank holds of the pages of owner 0."""
 
     def __init__(
         self,
@@ -56,10 +69,10 @@ class ApartCopier:
         *,
         component: int,
         pages_per_owner: int,
-        links: Sequence[PageLink],
+        holders: Sequence[Holder],
     ) -> None:
         self._own, self._arena, self._component = own, arena, component
-        self._pages_per_owner, self._links = pages_per_owner, tuple(links)
+        self._pages_per_owner, self._holders = pages_per_owner, tuple(holders)
 
     def to_host(self, device: _Slots, host: _Slots) -> None:
         """Whole pages."""
@@ -69,15 +82,15 @@ class ApartCopier:
         pages = self._arena.bytes
 
         def ask(piece: _Piece) -> None:
-            piece.link.send(Get(self._component, piece.slots.tobytes()))
+            piece.holder.link.send(Get(self._component, piece.slots.tobytes()))
 
         def take(piece: _Piece) -> None:
-            data = np.empty((len(piece.host), *pages.shape[1:]), dtype=np.uint8)
-            piece.link.receive_bytes(data)
-            pages[piece.host] = data
+            part = _part(pages, piece.holder)
+            data = np.empty((len(piece.host), *part.shape[1:]), dtype=np.uint8)
+            piece.holder.link.receive_bytes(data)
+            part[piece.host] = data
 
-        page_bytes = self._arena.layout.spec.page_bytes
-        self._exchange(self._pieces(device, host, page_bytes), ask, take)
+        self._exchange(self._pieces(device, host, pages), ask, take)
 
     def to_device(self, device: _Slots, host: _Slots, first_layer: int, end_layer: int) -> None:
         """Layers first_layer ... end_layer - 1 of pages."""
@@ -88,22 +101,24 @@ class ApartCopier:
 
         def give(piece: _Piece) -> None:
             put = Put(self._component, piece.slots.tobytes(), first_layer, end_layer)
-            piece.link.send(put, np.ascontiguousarray(pages[piece.host]))
+            data = _part(pages, piece.holder)[piece.host]
+            piece.holder.link.send(put, np.ascontiguousarray(data))
 
-        spec = self._arena.layout.spec
-        part_bytes = spec.page_bytes * (end_layer - first_layer) // spec.num_layers
-        pieces = self._pieces(device, host, part_bytes)
-        self._exchange(pieces, give, lambda piece: piece.link.receive_ack())
+        def written(piece: _Piece) -> None:
+            piece.holder.link.receive_ack()
 
-    def _pieces(self, device: _Slots, host: _Slots, page_bytes: int) -> Iterator[_Piece]:
-        """What other ranks have of these pages."""
-        count = min(PIECE_PAGES, max(1, PIECE_BYTES // max(1, page_bytes)))
+        self._exchange(self._pieces(device, host, pages), give, written)
+
+    def _pieces(self, device: _Slots, host: _Slots, pages: _Bytes) -> Iterator[_Piece]:
+        """What other ranks hold of these pages; `pages`: what is to move of all in the arena."""
         owners, slots = np.divmod(device, self._pages_per_owner)
-        for owner, link in enumerate(self._links, 1):
-            theirs = np.flatnonzero(owners == owner)
+        for holder in self._holders:
+            page_bytes = math.prod(_part(pages, holder).shape[1:])
+            count = min(PIECE_PAGES, max(1, PIECE_BYTES // page_bytes))
+            theirs = np.flatnonzero(owners == holder.owner)
             for low in range(0, len(theirs), count):
                 part = theirs[low : low + count]
-                yield _Piece(link, slots[part], host[part])
+                yield _Piece(holder, slots[part], host[part])
 
     def _exchange(
         self,
@@ -126,6 +141,11 @@ class ApartCopier:
                 with contextlib.suppress(GroupError):
                     finish(unanswered.popleft())
             raise
+
+
+def _part(pages: _Bytes, holder: Holder) -> _Bytes:
+    """Of (P, G, ...) the head groups that a rank holds; a view."""
+    return pages[:, holder.first_group : holder.end_group]
 
 
 class LeaderGate:

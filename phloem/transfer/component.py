@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from phloem.kv.spec import KVSpec
 from phloem.pools import DevicePool, HostArena
-from phloem.transfer.apart import ApartCopier
+from phloem.transfer.apart import ApartCopier, Holder
 from phloem.transfer.copier import Copier, make_copier
-from phloem.transfer.page_link import PageLink
 
 __all__ = ["ComponentMemory", "layers_needed", "memory_of"]
 
@@ -61,18 +60,18 @@ def memory_of(
     layers: Sequence[int] | None = None,
     *,
     component: int = 0,
-    links: Sequence[PageLink] = (),
+    holders: Sequence[Holder] = (),
 ) -> ComponentMemory:
     """The memory of a component whose layers have these numbers in the model; all, if None.
 
-    `links`: to owners 1, 2, ... of pages, where their pools are not mapped here.
+    `holders`: the other ranks, where what they hold of pages is not mapped here.
     """
     spec = arena.layout.spec
     numbers = tuple(range(spec.num_layers)) if layers is None else tuple(layers)
     copier = make_copier(pool, arena)
-    if links and spec.page_bytes:
+    if holders and spec.page_bytes:
         copier = ApartCopier(
-            copier, arena, component=component, pages_per_owner=pool.num_pages, links=links
+            copier, arena, component=component, pages_per_owner=pool.num_pages, holders=holders
         )
     pages_per_owner = pool.num_pages if spec.page_bytes else 0
     return ComponentMemory(arena, copier, numbers, pages_per_owner)

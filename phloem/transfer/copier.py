@@ -15,8 +15,9 @@ import torch
 
 from phloem.pools import DevicePool, HostArena
 from phloem.transfer.native_copy import SegmentCopy
+from phloem.transfer.pool_bytes import PoolBytes
 
-__all__ = ["Copier", "CpuCopier", "CudaCopier", "NoBytes", "make_copier"]
+__all__ = ["Copier", "CpuCopier", "CudaCopier", "NoBytes", "PartCopier", "make_copier"]
 
 _Slots = npt.NDArray[np.int64]
 
@@ -73,6 +74,20 @@ class CpuCopier:
             np.copyto(self._device[to, :, part], self._host[first, :, part])
 
 
+class PartCopier:
+    """Of a pool in plain memory that holds the first head groups of each page alone."""
+
+    def __init__(self, pool: DevicePool, arena: HostArena) -> None:
+        self._pool = PoolBytes(pool)
+        self._host = arena.bytes[:, : pool.layout.num_head_groups]
+
+    def to_host(self, device: _Slots, host: _Slots) -> None:
+        self._host[host] = self._pool.read(device)
+
+    def to_device(self, device: _Slots, host: _Slots, first_layer: int, end_layer: int) -> None:
+        self._pool.write(device, first_layer, self._host[host, :, first_layer:end_layer])
+
+
 class CudaCopier:
     """Pinned host memory and a stream of its own; returns when the bytes have arrived."""
 
@@ -110,11 +125,13 @@ class CudaCopier:
 
 
 def make_copier(pool: DevicePool, arena: HostArena) -> Copier:
-    """The copier for the pool's device."""
+    """The copier for the pool's device, and for what the pool holds of a page."""
     if arena.layout.spec.page_bytes == 0:
         return NoBytes()
     if pool.buffer.data.device.type == "cuda":
         return CudaCopier(pool, arena)
+    if pool.layout.num_head_groups < arena.layout.num_head_groups:
+        return PartCopier(pool, arena)
     return CpuCopier(pool, arena)
 
 

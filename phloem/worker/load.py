@@ -139,13 +139,8 @@ def load_worker(
     specs = kv_specs(config, dtype=kv_dtype_of(options), page_size=options.page_size)
     num_pages = _device_pages(options, specs)
     pools = make_pools(specs, num_pages, device, dtype=how.dtype, place=place)
-    hosts, transfers = host_tier(
-        pools,
-        config.component_layers,
-        _host_pages(options, len(specs)),
-        options.transfer_hooks,
-        () if place is None else place.links,
-    )
+    layers, host_pages = config.component_layers, _host_pages(options, len(specs))
+    hosts, transfers = host_tier(specs, pools, layers, host_pages, options.transfer_hooks, place)
     forward = load_forward(path, config, pools, how, on_progress)
     tables = RowTables(
         max_running=options.max_running,
@@ -161,7 +156,7 @@ def load_worker(
         attention=forward.attention,
         tables=tables,
         hooks=options.hooks,
-        gate=_gate(transfers, place, pools, config.component_layers),
+        gate=_gate(transfers, place, pools, layers),
         place=place,
         reach=None if place is None else _reach(options, forward.attention, pools, place),
     )

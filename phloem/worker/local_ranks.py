@@ -63,7 +63,7 @@ def load_local_ranks(
     wires = []
     for rank in range(1, axis.mesh.world):
         wire, theirs = map(Wire, socket.socketpair())
-        if not maps_pools and tp == 1:
+        if not maps_pools:
             ours, its = _link(rank, wire, theirs)
             links |= {0: (*links.get(0, ()), ours), rank: (its,)}
         replica = NoReplica() if replicas is None else replicas(rank)

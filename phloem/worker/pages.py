@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,7 +16,7 @@ from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
 from phloem.pools import DevicePool, HostArena
 from phloem.transfer import (
     APART_CHUNK_BYTES,
-    PageLink,
+    Holder,
     TransferEngine,
     TransferHooks,
     memory_of,
@@ -130,34 +129,48 @@ def make_pools(
 
 
 def host_tier(
+    specs: Sequence[KVSpec],
     pools: Sequence[DevicePool],
     layers: Sequence[Sequence[int]],
     counts: Sequence[int],
     hooks: TransferHooks | None,
-    links: Sequence[PageLink] = (),
+    place: RankPlace | None = None,
 ) -> tuple[tuple[HostArena, ...], TransferEngine | None]:
     """An arena of `counts[c]` pages for each component, and what moves pages; none with 0 pages.
 
-    `layers[c]`: the model's numbers of the layers of component c. `links`: to the other owners of
-    pages, where these pools are one rank's alone; they are told of loads.
+    `layers[c]`: the model's numbers of the layers of component c. `place`: if it has links, these
+    pools are one rank's alone, and the others are told of loads. Pages of the host are whole.
     """
     if min(counts) < 0:
         raise ConfigError(f"host_pages must be at least 0, got {min(counts)}")
     if counts[0] == 0:
         return (), None
     arenas = tuple(
-        HostArena(replace(pool.layout, num_pages=count), arena_id=component)
-        for component, (pool, count) in enumerate(zip(pools, counts, strict=True))
+        HostArena(layout, arena_id=component)
+        for component, layout in enumerate(pool_layouts(specs, counts))
     )
+    links = () if place is None else place.links
     memories = [
-        memory_of(pool, arena, numbers, component=component, links=links)
-        for component, (pool, arena, numbers) in enumerate(zip(pools, arenas, layers, strict=True))
+        memory_of(pool, arena, numbers, component=c, holders=_holders(place, arena.layout))
+        for c, (pool, arena, numbers) in enumerate(zip(pools, arenas, layers, strict=True))
     ]
     engine = TransferEngine(
         memories,
         MonotonicClock(),
         hooks=hooks,
         chunk_bytes=APART_CHUNK_BYTES if links else None,
-        on_loads=partial(tell_loads, tuple(links)) if links else None,
+        on_loads=partial(tell_loads, links) if links else None,
     )
     return arenas, engine
+
+
+def _holders(place: RankPlace | None, layout: PageLayout) -> list[Holder]:
+    """What each other rank that has a link holds of whole pages in this layout."""
+    if place is None:
+        return []
+    holders = []
+    for rank, link in enumerate(place.links, 1):
+        first, end = layout.groups_of(place.axis, rank)
+        owner = place.axis.owner_of(rank)
+        holders.append(Holder(link=link, owner=owner, first_group=first, end_group=end))
+    return holders

@@ -22,18 +22,28 @@ from tests.parity.rig import Cold, Rig, check_all
 from tests.parity.test_journeys import words
 from tests.parity.test_tiers import chat
 
-TIERS = [("llama", 2, "send_q", "write_back", True), ("v3", 3, "gather_kv", "write_through", False)]
+CELLS = [
+    ("llama", ((2, 1), (1, 1), (2, 2)), "send_q", "write_back", True),
+    ("v3", ((1, 2), (1, 1), (3, 1)), "gather_kv", "write_through", False),
+]
 
 
-@pytest.mark.parametrize(("kind", "ranks", "way", "policy", "overlap"), TIERS, ids=str)
+@pytest.mark.parametrize(("kind", "meshes", "way", "policy", "overlap"), CELLS, ids=str)
 def test_chats_through_host_and_storage(
-    models: Models, tmp_path: Path, *, kind: str, ranks: int, way: str, policy: str, overlap: bool
+    models: Models,
+    tmp_path: Path,
+    *,
+    kind: str,
+    meshes: tuple[tuple[int, int], ...],
+    way: str,
+    policy: str,
+    overlap: bool,
 ) -> None:
     """What ranks apart have stored one rank reads, and other ranks apart. Red if a page of another
     rank is not what it has computed, is read before it is there, or comes to another place."""
     path, cold = models(kind), Cold(models(kind))
-    for engine in (ranks, 1, 5 - ranks):
-        apart = {"ranks": engine, "apart": True, "remote": RemoteWays.all(Remote(way))}
+    for turn, (cp, tp) in enumerate(meshes):
+        apart = {"ranks": cp, "tp": tp, "apart": True, "remote": RemoteWays.all(Remote(way))}
         with Rig(
             path,
             page_size=4,
@@ -43,22 +53,20 @@ def test_chats_through_host_and_storage(
             overlap=overlap,
             tiers=TierConfig(write_policy=policy, prefetch_policy="wait_complete"),
             transfer_hooks=TransferHooks(whole_layers=True),
-            **(apart if engine > 1 else {}),
+            **(apart if cp * tp > 1 else {}),
         ) as rig:
             rig.sees_all = False  # what ranks apart have made
-            chat(rig, 50, 8)
-            sources = [answer.sources for answer in [*rig.answers.values()]]
-            assert sum(each.host for each in sources) > 0
-            if engine != ranks:
-                assert sum(each.storage for each in sources) > 0
+            chat(rig, 50, 3 if turn else 8)
+            sources = [answer.sources for answer in rig.answers.values()]
+            assert sum(each.storage if turn else each.host for each in sources) > 0
             check_all(rig, cold)
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "way"), [("mistral", 2, "gather_kv"), ("gemma3", 3, "send_q")]
+    ("family", "ranks", "tp", "way"), [("mistral", 3, 1, "gather_kv"), ("gemma3", 2, 2, "send_q")]
 )
 def test_tails_of_windows_come_back_beside_their_full_pages(
-    windowed: Windowed, family: str, ranks: int, way: str
+    windowed: Windowed, *, family: str, ranks: int, tp: int, way: str
 ) -> None:
     """Two components, one of which has no bytes where all layers have a window."""
     path, cold = windowed(family, 16)
@@ -70,6 +78,7 @@ def test_tails_of_windows_come_back_beside_their_full_pages(
         host_pages=160,
         window_host_pages=80,
         ranks=ranks,
+        tp=tp,
         remote=RemoteWays.all(Remote(way)),
         apart=True,
     ) as rig:

@@ -1,4 +1,4 @@
-"""Three ranks that share no memory, and an engine that moves the pages of all.
+"""Ranks that share no memory, and an engine that moves the pages of all.
 
 There are two components, whose layers lie among each other in the model.
 """
@@ -15,10 +15,12 @@ import numpy as np
 import torch
 
 from phloem.core.clock import MonotonicClock
+from phloem.core.mesh import Mesh, ShardAxis
 from phloem.core.refs import make_ref
 from phloem.core.transfer import LayerGate, Transfer, TransferKind, TransferResult
 from phloem.pools import DevicePool, HostArena
 from phloem.transfer import (
+    Holder,
     LeaderGate,
     PageLink,
     PageServer,
@@ -29,9 +31,10 @@ from phloem.transfer import (
 )
 from tests.transfer.rig import PATIENCE_S, layout
 
-__all__ = ["HOST_PAGES", "LAYERS", "NUM_RANKS", "PAGES", "ApartRig"]
+__all__ = ["HOST_PAGES", "LAYERS", "PAGES", "ApartRig"]
 
-NUM_RANKS, PAGES, HOST_PAGES = 3, 5, 12
+PAGES, HOST_PAGES = 5, 12
+THREE = Mesh(cp=3)
 LAYERS = ((0, 2, 3), (1, 4))  # of a model of five, by component
 
 
@@ -49,18 +52,25 @@ class ApartRig:
         hooks: TransferHooks | None = None,
         patience_s: float = PATIENCE_S,
         chunk_bytes: int = 1,
+        mesh: Mesh = THREE,
     ) -> None:
-        """`chunk_bytes`: 1: a page, or a layer."""
+        """`chunk_bytes`: 1: a page, or a layer. `mesh`: a row of it owns pages, each rank a part
+        of their heads."""
         self.lost: list[int] = []  # ranks whose links have broken
+        self.axis = axis = ShardAxis(mesh=mesh, ranks_per_owner=mesh.tp)
         self.pools = [
             [
-                DevicePool(_layout(c, PAGES), device=torch.device("cpu"), first_owner=rank)
+                DevicePool(
+                    _layout(c, PAGES).of_one_rank(axis),
+                    device=torch.device("cpu"),
+                    first_owner=axis.owner_of(rank),
+                )
                 for c in range(len(LAYERS))
             ]
-            for rank in range(NUM_RANKS)
+            for rank in range(mesh.world)
         ]
         self.arenas = [HostArena(_layout(c, HOST_PAGES), arena_id=c) for c in range(len(LAYERS))]
-        pairs = [socket.socketpair() for _ in range(1, NUM_RANKS)]
+        pairs = [socket.socketpair() for _ in range(1, mesh.world)]
         self.theirs = [PageLink(their, rank=0) for _, their in pairs]
         self.links = [
             PageLink(our, rank=rank, lost=self._lost(rank), patience_s=patience_s)
@@ -71,7 +81,7 @@ class ApartRig:
             for link, pools in zip(self.theirs, self.pools[1:], strict=True)
         ]
         memories = [
-            memory_of(pool, arena, LAYERS[c], component=c, links=self.links)
+            memory_of(pool, arena, LAYERS[c], component=c, holders=self._holders())
             for c, (pool, arena) in enumerate(zip(self.pools[0], self.arenas, strict=True))
         ]
         self.engine = TransferEngine(
@@ -97,6 +107,36 @@ class ApartRig:
                 thread.join(PATIENCE_S)
                 assert not thread.is_alive(), thread.name
 
+    def _holders(self) -> list[Holder]:
+        layout = self.arenas[0].layout
+        return [
+            Holder(
+                link=link,
+                owner=self.axis.owner_of(rank),
+                first_group=layout.groups_of(self.axis, rank)[0],
+                end_group=layout.groups_of(self.axis, rank)[1],
+            )
+            for rank, link in enumerate(self.links, 1)
+        ]
+
+    def parts(self, page: bytes) -> list[bytes]:
+        """What the ranks of its owner hold of a page."""
+        size = len(page) // self.axis.ranks_per_owner
+        return [page[low : low + size] for low in range(0, len(page), size)]
+
+    def _ranks(self, owner: int) -> range:
+        first = owner * self.axis.ranks_per_owner
+        return range(first, first + self.axis.ranks_per_owner)
+
+    def read_page(self, component: int, owner: int, slot: int) -> bytes:
+        """Whole, of all who hold it."""
+        ranks = self._ranks(owner)
+        return b"".join(self.pools[rank][component].read_page(slot) for rank in ranks)
+
+    def write_page(self, component: int, owner: int, slot: int, page: bytes) -> None:
+        for rank, part in zip(self._ranks(owner), self.parts(page), strict=True):
+            self.pools[rank][component].write_page(slot, part)
+
     def _lost(self, rank: int):
         return lambda: self.lost.append(rank)
 
@@ -109,9 +149,9 @@ class ApartRig:
         component: int = 0,
         after_step: int = -1,
     ) -> int:
-        """`device`: (rank, slot) each."""
+        """`device`: (owner, slot) each."""
         self._next_id += 1
-        refs = [make_ref(rank, slot) for rank, slot in device]
+        refs = [make_ref(owner, slot) for owner, slot in device]
         self.engine.submit(
             Transfer(
                 id=self._next_id,

@@ -9,22 +9,25 @@ import socket
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 
 from phloem.core.errors import GroupError
+from phloem.core.mesh import Mesh
 from phloem.core.transfer import LayerGate, Transfer, TransferKind, TransferResult
+from phloem.pools import DevicePool
 from phloem.transfer import PageLink, PageServer, TransferHooks
 from phloem.transfer.component import layers_needed
 from phloem.transfer.page_link import Get, LiveLoad, LoadNews
-from tests.transfer.apart_rig import HOST_PAGES, LAYERS, NUM_RANKS, PAGES, ApartRig
+from tests.transfer.apart_rig import HOST_PAGES, LAYERS, PAGES, THREE, ApartRig
 from tests.transfer.rig import PATIENCE_S
 from tests.transfer.test_copies import Gate
 
 BACKUP, LOAD = TransferKind.BACKUP_HOST, TransferKind.LOAD_BACK
 NUM_LAYERS = 1 + max(max(layers) for layers in LAYERS)
-Page = tuple[int, int]  # rank, slot
+Page = tuple[int, int]  # owner, slot
 
 
 @dataclass
@@ -43,17 +46,17 @@ class Flight:
 class Walk:
     """Transfers at random over a rig, beside a model that says what every page must hold."""
 
-    def __init__(self, seed: int, chunk_bytes: int = 1) -> None:
+    def __init__(self, seed: int, chunk_bytes: int = 1, mesh: Mesh = THREE) -> None:
         self.rng = random.Random(seed)
         self.permits = threading.Semaphore(0)
         hooks = TransferHooks(before_chunk=self._before_chunk)
-        self.rig = ApartRig(hooks=hooks, chunk_bytes=chunk_bytes)
+        self.rig = ApartRig(hooks=hooks, chunk_bytes=chunk_bytes, mesh=mesh)
         self.flights: dict[int, Flight] = {}
         self.step = 0  # the newest that has finished
         self.num_done = {BACKUP: 0, LOAD: 0}
         self.num_failed = 0
         self._free_pages = [
-            [(rank, slot) for rank in range(NUM_RANKS) for slot in range(PAGES)] for _ in LAYERS
+            [(owner, slot) for owner in range(mesh.cp) for slot in range(PAGES)] for _ in LAYERS
         ]
         self._free_slots = [list(range(HOST_PAGES)) for _ in LAYERS]
         self._failing = {(t, p) for t in range(200) for p in range(4) if self.rng.random() < 0.04}
@@ -64,13 +67,11 @@ class Walk:
             raise OSError("injected")
 
     def read(self, component: int, page: Page) -> bytes:
-        rank, slot = page
-        return self.rig.pools[rank][component].read_page(slot)
+        return self.rig.read_page(component, *page)
 
     def write(self, component: int, page: Page) -> None:
-        rank, slot = page
-        pool = self.rig.pools[rank][component]
-        pool.write_page(slot, self.rng.randbytes(pool.layout.spec.page_bytes))
+        data = self.rng.randbytes(self.rig.arenas[component].layout.spec.page_bytes)
+        self.rig.write_page(component, *page, data)
 
     def begin(self) -> None:
         component = self.rng.randrange(len(LAYERS))
@@ -100,22 +101,25 @@ class Walk:
     def _read_layers(self, flight: Flight) -> None:
         """A step on every rank that reads its pages as soon as it may."""
         for rank, gate in enumerate(self.rig.gates):
-            own = [(i, page) for i, page in enumerate(flight.device) if page[0] == rank]
-            thread = threading.Thread(target=self._wait, args=(flight, gate, own))
+            thread = threading.Thread(target=self._wait, args=(flight, gate, rank))
             thread.start()
             flight.steps.append(thread)
 
-    def _wait(self, flight: Flight, gate: LayerGate, own: list[tuple[int, Page]]) -> None:
-        component, transfer_id = flight.transfer.component, flight.transfer.id
-        layers = LAYERS[component]
+    def _wait(self, flight: Flight, gate: LayerGate, rank: int) -> None:
+        component, axis = flight.transfer.component, self.rig.axis
+        layers, pool = LAYERS[component], self.rig.pools[rank][component]
+        own = [
+            (slot, self.rig.parts(page)[axis.part_of(rank)])
+            for (owner, slot), page in zip(flight.device, flight.host_before, strict=True)
+            if owner == axis.owner_of(rank)
+        ]
         for layer in range(NUM_LAYERS):
-            gate.wait_layer((transfer_id,), layer)
+            gate.wait_layer((flight.transfer.id,), layer)
             if layer in layers:
-                at = layers.index(layer)
                 flight.looks += [
-                    _layer(self.read(component, page), component, at)
-                    == _layer(flight.host_before[i], component, at)
-                    for i, page in own
+                    _layer(pool.read_page(slot), pool, layers.index(layer))
+                    == _layer(expected, pool, layers.index(layer))
+                    for slot, expected in own
                 ]
 
     def finish_step(self) -> None:
@@ -179,17 +183,17 @@ class Walk:
                 self.take(result)
 
 
-def _layer(page: bytes, component: int, at: int) -> bytes:
-    """One layer of both head groups."""
-    layers = len(LAYERS[component])
-    size = len(page) // (2 * layers)
-    return b"".join(page[(group * layers + at) * size :][:size] for group in range(2))
+def _layer(page: bytes, pool: DevicePool, at: int) -> bytes:
+    """One layer of all head groups of the pool."""
+    groups, layers = pool.layout.num_head_groups, pool.layout.spec.num_layers
+    size = len(page) // (groups * layers)
+    return b"".join(page[(group * layers + at) * size :][:size] for group in range(groups))
 
 
-def walks(seeds: Iterable[int], chunk_bytes: int = 1) -> list[Walk]:
+def walks(seeds: Iterable[int], *shape: Any) -> list[Walk]:
     made = []
     for seed in seeds:
-        made.append(each := Walk(seed, chunk_bytes))
+        made.append(each := Walk(seed, *shape))
         with each.rig:
             try:
                 for _ in range(250):
@@ -206,14 +210,23 @@ def pieces(monkeypatch):
     monkeypatch.setattr("phloem.transfer.apart.PIECE_BYTES", 1)
 
 
-@pytest.mark.parametrize(("chunk_bytes", "piece_bytes"), [(1, 1), (1, 6000), (9000, 6000)])
+ROWS = Mesh(tp=2, cp=2)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "chunk_bytes", "piece_bytes"),
+    [(THREE, 1, 1), (THREE, 9000, 6000), (ROWS, 1, 1), (ROWS, 9000, 3000)],
+    ids=str,
+)
 @pytest.mark.parametrize("seed", range(2))
-def test_a_walk_moves_what_a_naive_model_says(seed, chunk_bytes, piece_bytes, monkeypatch, caplog):
+def test_a_walk_moves_what_a_naive_model_says(
+    seed, mesh, chunk_bytes, piece_bytes, monkeypatch, caplog
+):
     """Backups and loads of pages of all ranks, cancelled and failing, beside steps that wait for
     their layers. Red if bytes come to another place or too early, or a step waits for ever."""
     monkeypatch.setattr("phloem.transfer.apart.PIECE_BYTES", piece_bytes)
     with caplog.at_level(logging.CRITICAL):
-        (made,) = walks([seed], chunk_bytes)
+        (made,) = walks([seed], chunk_bytes, mesh)
     assert min(made.num_done.values()) > 10
     assert made.num_failed > 2
     assert not made.rig.lost
