@@ -26,7 +26,7 @@ from phloem.groups import TorchGroup
 from tests.contract.test_groups import filled, in_threads, same
 from tests.e2e.test_hosts import Launched
 from tests.engine.fakes import byte_tokenizer
-from tests.engine.test_ranks import GREEDY, PROMPTS, ids, rank_pids
+from tests.engine.test_ranks import GREEDY, PROMPTS, ask_until_loaded, ids, rank_pids
 from tests.models.checkpoints import make_checkpoint, make_latent, make_windowed
 
 pytestmark = [
@@ -88,6 +88,23 @@ def test_small_pages_travel_between_gpus(tmp_path: Path, kv_dtype: str) -> None:
         with open_llm(tmp_path, device="cuda", kv_dtype=kv_dtype, **settings) as llm:
             answers.append(ids(llm, PROMPTS))
     assert answers[0] == answers[1] == answers[2]
+
+
+def test_a_directory_written_by_two_gpus_is_read_by_one_cpu(tmp_path: Path) -> None:
+    """Pages of both GPUs go to the host and on to storage; and back from the host."""
+    checkpoint = tmp_path / "model"
+    make_checkpoint("llama", checkpoint)
+    byte_tokenizer().save(str(checkpoint / "tokenizer.json"))
+    with open_llm(checkpoint, prefix_cache=False) as llm:
+        wanted = [ids(llm, [prompt])[0] for prompt in PROMPTS]
+    tiers = {"storage": str(tmp_path / "kept"), "storage_size": "32MB", "host_memory": "1MB"}
+    with open_llm(checkpoint, device="cuda", cp=2, **tiers) as llm:
+        assert ids(llm, PROMPTS) == wanted
+        assert ask_until_loaded(llm, wanted)
+    with open_llm(checkpoint, **tiers) as llm:
+        found = [llm.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
+        assert [one.token_ids for one in found] == wanted
+        assert all(one.cached.storage > 0 for one in found)
 
 
 def test_a_killed_rank_ends_the_others(model: Path) -> None:

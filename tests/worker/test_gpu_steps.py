@@ -19,7 +19,11 @@ from phloem.core.plan import PageTableUpdate, ReplicaPlan, RowResult
 from phloem.core.refs import make_ref
 from phloem.core.remote import Remote, RemoteWays
 from phloem.groups.base import BaseGroup, Exchange
+from phloem.kv.layout import PageLayout
+from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
 from phloem.models.safetensors_source import SafetensorsSource
+from phloem.pools import DevicePool
+from phloem.transfer.pool_bytes import PoolBytes
 from phloem.worker import Hooks, InlineWorker, WorkerOptions, load_worker, measure, runner
 from phloem.worker.peers import group_place
 from tests.fake_gpus import FakeGpus
@@ -174,6 +178,28 @@ def play(worker: InlineWorker, axis: ShardAxis, ways: RemoteWays, *, windows: bo
     ours = [row for row, index in ends.items() if index == 1]
     assert ours
     assert [row.row for row in last.rows] == ours
+
+
+def test_pages_of_tiers_leave_a_gpu_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As bytes of the CPU. Red if what picks them is elsewhere than they are."""
+    spec = KVSpec(
+        kind=AttentionKind.GQA,
+        dtype=KVDtype.BF16,
+        num_layers=3,
+        num_kv_heads=2,
+        head_dim=8,
+        page_size=PAGE,
+    )
+    with FakeGpus(monkeypatch, 2).mode():
+        pool = DevicePool(PageLayout(spec, 5, 2), device=torch.device(GPU))
+        pages = PoolBytes(pool)
+        slots = np.array([3, 0])
+        taken = pages.taken(slots)
+        assert (str(taken.device), taken.dtype) == (GPU, torch.uint8)
+        room = pages.room(2, 3)
+        assert tuple(taken.shape) == room.shape
+        assert room.nbytes == 2 * spec.page_bytes
+        pages.write(slots, 1, pages.room(2, 2))
 
 
 def test_the_link_is_measured_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
