@@ -2,7 +2,7 @@
 # make install   the same without serving
 # make test      every test that fits in ten minutes on two cores
 # make test-all  the long products as well
-# make test-gpu  what needs two GPUs, alone: has not run yet
+# make test-gpu  what needs GPUs, most of it two, alone: has not run yet
 # make check     ruff, mypy, import contracts
 # make clean     remove the environment and all caches
 #

@@ -353,10 +353,10 @@ class Config:
                 "--remote-kv direct reads other ranks' memory, which ranks on GPUs do not share: "
                 "add --remote-kv send_q or --remote-kv gather_kv"
             )
-        if self.tiers.host_memory_bytes != 0:
+        if parallel.tp > 1 and self.tiers.host_memory_bytes != 0:
             raise ConfigError(
-                "--host-memory and --storage are not there for ranks on GPUs, which share no "
-                "memory: the leader would have to move the pages of all of them; leave them out"
+                "--host-memory and --storage are for --cp alone on GPUs: with --tp the heads of a "
+                "page are divided among them; leave out one or the other"
             )
 
     @property

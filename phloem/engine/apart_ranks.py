@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import socket
 import tempfile
 
 from phloem.core.errors import EngineDead
 from phloem.core.mesh import ShardAxis
 from phloem.engine.apart_seat import ApartSeat
 from phloem.engine.ranks import StartedRanks
+from phloem.transfer import PageLink
 from phloem.worker import RankPlace
+from phloem.worker.peers import PATIENCE_S
 
 __all__ = ["ApartRanks"]
 
@@ -21,19 +24,31 @@ class ApartRanks(StartedRanks):
 
     def __init__(self, axis: ShardAxis, device: str, timeout_s: float) -> None:
         self._device, self._timeout_s = device, timeout_s
-        self._folder = tempfile.mkdtemp(prefix="phloem-ranks-")  # for this user alone
+        folder = self._folder = tempfile.mkdtemp(prefix="phloem-ranks-")  # for this user alone
+        self._seat = ApartSeat(rank=0, axis=axis, folder=folder)
+        pairs = [socket.socketpair() for _ in range(1, axis.mesh.world)]
+        self._links = tuple(
+            PageLink(ours, rank=rank, patience_s=PATIENCE_S)
+            for rank, (ours, _) in enumerate(pairs, 1)
+        )
         seats = [
-            ApartSeat(rank=rank, axis=axis, folder=self._folder) for rank in range(axis.mesh.world)
+            ApartSeat(rank=rank, axis=axis, folder=folder, pages=theirs.fileno())
+            for rank, (_, theirs) in enumerate(pairs, 1)
         ]
-        self._seat = seats[0]
-        super().__init__(seats[1:])
+        try:
+            super().__init__(seats)
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
+        for link, wire in zip(self._links, self.wires, strict=True):
+            link.lost = wire.shut
 
     def _take_place(self, max_running: int) -> RankPlace:
         try:
             place = self._seat.take(self._device, max_running, self._timeout_s)
         except EngineDead as error:
             raise EngineDead(f"{error}{self._ended()}") from None
-        return dataclasses.replace(place, on_leave=self._remove_store)
+        return dataclasses.replace(place, links=self._links, on_leave=self._remove_store)
 
     def _ended(self) -> str:
         """Who has ended meanwhile, if anybody has: nobody else is to blame."""
@@ -46,6 +61,8 @@ class ApartRanks(StartedRanks):
 
     def _leave_place(self) -> None:
         super()._leave_place()
+        for link in self._links:
+            link.close()
         self._remove_store()
 
     def _remove_store(self) -> None:

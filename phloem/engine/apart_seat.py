@@ -2,6 +2,7 @@
 
     store      a file in a folder that only this user may enter: who may read it may join
     loopback   messages between CPUs, to ports of which the file knows
+    pages      a connection to the leader, which moves pages of tiers over it
 
 GPUs find each other by what they leave in the store as well.
 """
@@ -25,18 +26,19 @@ __all__ = ["ApartSeat"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApartSeat:
-    """Rank `rank` of `axis`; `folder`: where the store is. As `RankSeat`, without descriptors."""
+    """Rank `rank` of `axis`, as `RankSeat`. `folder`: where the store is. `pages`: a descriptor;
+    -1: it is the leader."""
 
     FLAG: ClassVar[str] = "--apart"
 
     rank: int
     axis: ShardAxis
     folder: str
+    pages: int = -1
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """None are passed on."""
-        return ()
+        return () if self.pages < 0 else (self.pages,)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

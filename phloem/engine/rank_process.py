@@ -43,6 +43,7 @@ from phloem.engine.rank_messages import (
 )
 from phloem.engine.rank_seats import RankSeat
 from phloem.replica import RecordReader
+from phloem.transfer import PageLink
 from phloem.worker import Follower, Hooks, RankPlace, Wire, load_worker, packed
 
 __all__ = ["RankProcess", "main", "watch_leader"]
@@ -165,10 +166,12 @@ def main() -> int:
             return seat.take()
         timeout_s = config.parallel.join_timeout_s
         try:
-            return seat.take(pools.runs_on, config.scheduler.max_running, timeout_s)
+            place = seat.take(pools.runs_on, config.scheduler.max_running, timeout_s)
         except EngineDead as error:  # the leader sees only that this rank does not come
             logger.error("%s", error)
             raise
+        link = PageLink(socket.socket(fileno=seat.pages), rank=0, lost=wire.shut)
+        return dataclasses.replace(place, links=(link,))
 
     return RankProcess(wire, seat.rank, take, local_rank=seat.rank).run()
 

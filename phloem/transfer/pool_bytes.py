@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from phloem.pools import DevicePool
 
@@ -15,17 +16,20 @@ _Bytes = npt.NDArray[np.uint8]
 
 
 class PoolBytes:
-    """Copies in and out of a pool in plain memory, in the order of its layout. Slots are int64
-    (n,) of this rank's own pages."""
+    """Copies of pages in plain memory, in the order of the pool's layout, wherever the pool is.
+    Slots are int64 (n,) of this rank's own pages.
+
+    On a GPU a copy comes after all that was begun there before, since no thread has a stream of its
+    own: after a step that has ended on the host alone, too.
+    """
 
     def __init__(self, pool: DevicePool) -> None:
         data, spec = pool.buffer.data, pool.layout.spec
-        assert data.device.type == "cpu", f"pages of {data.device} cannot travel"
         self._num_pages = pool.num_pages
         groups, layers = int(data.shape[1]), spec.num_layers
         # (P, G, L, bytes of one layer of one head group)
         shape = (len(data), groups, layers, spec.page_bytes // max(1, groups * layers))
-        self._pages: _Bytes = data.view(torch.uint8).numpy().reshape(shape)
+        self._pages = data.view(torch.uint8).view(shape)
 
     def room(self, count: int, num_layers: int) -> _Bytes:
         """Room for so many layers of so many pages, (n, G, layers, bytes)."""
@@ -34,15 +38,20 @@ class PoolBytes:
 
     def read(self, slots: _Slots) -> _Bytes:
         """Whole pages, (n, G, L, bytes)."""
+        pages: _Bytes = self.taken(slots).cpu().numpy()
+        return pages
+
+    def taken(self, slots: _Slots) -> Tensor:
+        """The same where the pool is."""
         self._check(slots)
-        return np.take(self._pages, slots, axis=0)
+        return self._pages.index_select(0, torch.from_numpy(slots.copy()).to(self._pages.device))
 
     def write(self, slots: _Slots, first_layer: int, data: _Bytes) -> None:
         """Layers of pages from the first one on, as `room` lays them out."""
         self._check(slots)
         end_layer = first_layer + data.shape[2]
-        for slot, page in zip(slots.tolist(), data, strict=True):
-            np.copyto(self._pages[slot, :, first_layer:end_layer], page)
+        for slot, page in zip(slots.tolist(), torch.from_numpy(data), strict=True):
+            self._pages[slot, :, first_layer:end_layer].copy_(page)
 
     def _check(self, slots: _Slots) -> None:
         inside = ((slots >= 0) & (slots < self._num_pages)).all()

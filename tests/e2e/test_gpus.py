@@ -1,4 +1,5 @@
-"""Ranks on GPUs of this machine: `make test-gpu`. Skipped where there are fewer than two.
+"""One rank on a GPU, and several on GPUs of this machine: `make test-gpu`. Skipped where there are
+fewer than a test needs.
 
 None of this has run yet: no GPU has been at hand. What can be played without one is in
 tests/groups/test_nccl.py, tests/worker/test_gpu_steps.py and tests/engine/test_apart_ranks.py.
@@ -26,14 +27,14 @@ from phloem.groups import TorchGroup
 from tests.contract.test_groups import filled, in_threads, same
 from tests.e2e.test_hosts import Launched
 from tests.engine.fakes import byte_tokenizer
-from tests.engine.test_ranks import GREEDY, PROMPTS, ids, rank_pids
+from tests.engine.test_ranks import GREEDY, PROMPTS, ask_until_loaded, ids, rank_pids
 from tests.models.checkpoints import make_checkpoint, make_latent, make_windowed
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+one_gpu, two_gpus = (
+    pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} of CUDA's GPUs")
+    for count in (1, 2)
+)
 
 KINDS = ["llama", "gemma3", "v3-yarn"]
 
@@ -59,12 +60,14 @@ def expected(model: Path) -> list[tuple[int, ...]]:
         return [ids(llm, [prompt])[0] for prompt in PROMPTS]
 
 
+@one_gpu
 def test_one_gpu_answers_as_the_cpu(model: Path, expected: list[tuple[int, ...]]) -> None:
     with open_llm(model, device="cuda") as llm:
         assert ids(llm, PROMPTS) == expected
         assert ids(llm, PROMPTS) == expected
 
 
+@two_gpus
 @pytest.mark.parametrize("remote_kv", ["gather_kv", "send_q", "auto"])
 def test_two_gpus_answer_as_one_rank(
     model: Path, expected: list[tuple[int, ...]], remote_kv: str
@@ -78,6 +81,14 @@ def test_two_gpus_answer_as_one_rank(
         assert all(one.cached.device > 0 for one in again)
 
 
+@two_gpus
+def test_two_gpus_divide_a_model(model: Path, expected: list[tuple[int, ...]]) -> None:
+    with open_llm(model, device="cuda", tp=2) as llm:
+        assert ids(llm, PROMPTS) == expected
+        assert ids(llm, PROMPTS) == expected
+
+
+@two_gpus
 @pytest.mark.parametrize("kv_dtype", ["bf16", "int8", "fp8", "fp4"])
 def test_small_pages_travel_between_gpus(tmp_path: Path, kv_dtype: str) -> None:
     """Two ranks against one with the same pages."""
@@ -90,6 +101,25 @@ def test_small_pages_travel_between_gpus(tmp_path: Path, kv_dtype: str) -> None:
     assert answers[0] == answers[1] == answers[2]
 
 
+@two_gpus
+def test_a_directory_written_by_two_gpus_is_read_by_one_cpu(tmp_path: Path) -> None:
+    """Pages of both GPUs go to the host and on to storage; and back from the host."""
+    checkpoint = tmp_path / "model"
+    make_checkpoint("llama", checkpoint)
+    byte_tokenizer().save(str(checkpoint / "tokenizer.json"))
+    with open_llm(checkpoint, prefix_cache=False) as llm:
+        wanted = [ids(llm, [prompt])[0] for prompt in PROMPTS]
+    tiers = {"storage": str(tmp_path / "kept"), "storage_size": "32MB", "host_memory": "1MB"}
+    with open_llm(checkpoint, device="cuda", cp=2, **tiers) as llm:
+        assert ids(llm, PROMPTS) == wanted
+        assert ask_until_loaded(llm, wanted)
+    with open_llm(checkpoint, **tiers) as llm:
+        found = [llm.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
+        assert [one.token_ids for one in found] == wanted
+        assert all(one.cached.storage > 0 for one in found)
+
+
+@two_gpus
 def test_a_killed_rank_ends_the_others(model: Path) -> None:
     """In the middle of an answer, while the other GPU waits for it. Red if the engine hangs."""
     before = set(rank_pids(os.getpid()))
@@ -116,6 +146,7 @@ def launched(model: Path) -> Iterator[Launched]:
     made.close()
 
 
+@two_gpus
 def test_torchrun_on_one_machine_gives_each_rank_a_gpu(launched: Launched) -> None:
     launched.torchrun(1, 2, "--device", "cuda", "--remote-kv", "gather_kv")
     launched.wait_ready()
@@ -126,6 +157,7 @@ def test_torchrun_on_one_machine_gives_each_rank_a_gpu(launched: Launched) -> No
     launched.statuses(60)  # torchrun itself ends with an error
 
 
+@two_gpus
 def test_exchanges_between_gpus_bring_the_right_bytes() -> None:
     """Uneven and empty sizes, two in flight, tensors of the CPU in between; sums in rank order."""
     store = dist.HashStore()

@@ -3,6 +3,7 @@ the whole of it but for NCCL."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -38,6 +39,7 @@ from tests.engine.test_meeting import AXIS, PATIENT_S, launch
 from tests.engine.test_ranks import (
     GREEDY,
     PROMPTS,
+    ask_until_loaded,
     expected,
     ids,
     model,
@@ -76,10 +78,10 @@ def on_gpus(model: Path, cp: int = 2) -> Config:
 def test_ranks_apart_answer_as_one_rank_and_end_when_one_is_killed(
     model: Path, expected: list[tuple[int, ...]]
 ) -> None:
-    """Processes of which none maps another one's pages. Red if anything is read in place, or if a
-    process or the store outlives the engine."""
+    """Processes of which none maps another one's pages, with a host tier. Red if anything is read
+    in place, or if a process or the store outlives the engine."""
     before = stores()
-    with open_llm(model, 2, builder=build_apart) as llm:
+    with open_llm(model, 2, builder=build_apart, host_memory="1MB") as llm:
         assert len(stores() - before) == 1
         assert ids(llm, PROMPTS) == expected
         again = [llm.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
@@ -88,6 +90,7 @@ def test_ranks_apart_answer_as_one_rank_and_end_when_one_is_killed(
         assert "pools not mapped" in dict(startup_rows(llm._core.facts))["remote KV"]
         ways = {way for entry in llm.stats().remote.steps_total for way in entry[:2]}
         assert ways <= {"gather_kv", "send_q"}
+        assert ask_until_loaded(llm, expected)
         (rank,) = rank_pids(os.getpid())
         os.kill(rank, signal.SIGKILL)
         with pytest.raises(EngineDead, match="rank 1 failed: its process was killed by SIGKILL"):
@@ -116,7 +119,8 @@ def test_a_rank_that_ends_before_it_has_met_the_others_is_named(
     def spawn(_rank: int, _seat: ApartSeat) -> Any:
         return ranks_module._Rank(Ended(), Wire(socket.socketpair()[0]))  # type: ignore[arg-type]
 
-    before = stores()
+    gc.collect()
+    before, descriptors = stores(), len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(ranks_module, "_spawn", spawn)
     ranks = ApartRanks(AXIS, "cpu", 0.2)
     (folder,) = stores() - before
@@ -125,13 +129,15 @@ def test_a_rank_that_ends_before_it_has_met_the_others_is_named(
     with pytest.raises(EngineDead, match=told):
         ranks._take_place(4)
     ranks.kill()
-    assert stores() == before
+    gc.collect()
+    assert (stores(), len(os.listdir("/proc/self/fd"))) == (before, descriptors)
 
 
 def test_a_seat_apart_travels_as_text() -> None:
-    seat = ApartSeat(rank=1, axis=AXIS, folder="/somewhere")
+    seat = ApartSeat(rank=1, axis=AXIS, folder="/somewhere", pages=7)
     assert ApartSeat.from_json(seat.to_json()) == seat
-    assert not seat.fds
+    assert seat.fds == (7,)
+    assert not ApartSeat(rank=0, axis=AXIS, folder="/somewhere").fds
 
 
 # -- which way is taken

@@ -17,16 +17,21 @@ import torch
 from phloem.core.mesh import Mesh, ShardAxis
 from phloem.core.plan import PageTableUpdate, ReplicaPlan, RowResult
 from phloem.core.refs import make_ref
-from phloem.core.remote import Remote, RemoteWays
+from phloem.core.remote import IN_PLACE, Remote, RemoteWays
 from phloem.groups.base import BaseGroup, Exchange
+from phloem.kv.layout import PageLayout
+from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
 from phloem.models.safetensors_source import SafetensorsSource
-from phloem.worker import Hooks, InlineWorker, WorkerOptions, load_worker, measure, runner
+from phloem.pools import DevicePool
+from phloem.transfer.pool_bytes import PoolBytes
+from phloem.worker import Hooks, InlineWorker, WorkerOptions, load_worker, measure, runner, sampler
 from phloem.worker.peers import group_place
 from tests.fake_gpus import FakeGpus
 from tests.models.checkpoints import LATENT, make_checkpoint, make_latent, make_windowed
 from tests.worker.rank_driver import RankDriver, striped
+from tests.worker.test_sampler import VOCAB, candidate
 
-PAGE, PAGES = 4, 40
+PAGE, PAGES, MAX_RUNNING = 4, 40, 4
 GPU = "cuda:1"
 
 
@@ -73,6 +78,32 @@ def make_model(kind: str, folder: Path) -> dict[str, Any]:
     return {}
 
 
+def read_outside(gpus: FakeGpus, patch: pytest.MonkeyPatch) -> None:
+    """Files have values."""
+    real = SafetensorsSource._read
+
+    def read(source: SafetensorsSource, name: str, part: Any) -> torch.Tensor:
+        with gpus.outside():
+            return real(source, name, part)
+
+    patch.setattr(SafetensorsSource, "_read", read)
+
+
+def options(kv_dtype: str, **more: Any) -> WorkerOptions:
+    return WorkerOptions(
+        dtype="fp32",
+        kv_dtype=kv_dtype,
+        device=GPU,
+        page_size=PAGE,
+        num_pages=PAGES,
+        max_running=MAX_RUNNING,
+        threads=1,
+        inline=True,
+        hooks=Hooks(nan_fill=True),
+        **more,
+    )
+
+
 CELLS = [
     ("llama", 1, "gather_kv", "int8"),
     ("v3-yarn", 2, "send_q", "bf16"),
@@ -102,25 +133,7 @@ def test_what_a_step_computes_and_sends_stays_on_the_ranks_gpu(
     more = make_model(kind, tmp_path)
     gpus = FakeGpus(monkeypatch, 2)
     monkeypatch.setattr(runner, "sample", invented)
-    real = SafetensorsSource._read
-
-    def read(source: SafetensorsSource, name: str, part: Any) -> torch.Tensor:
-        with gpus.outside():
-            return real(source, name, part)
-
-    monkeypatch.setattr(SafetensorsSource, "_read", read)
-    options = WorkerOptions(
-        dtype="fp32",
-        kv_dtype=kv_dtype,
-        device=GPU,
-        page_size=PAGE,
-        num_pages=PAGES,
-        max_running=4,
-        threads=1,
-        inline=True,
-        hooks=Hooks(nan_fill=True),
-        **more,
-    )
+    read_outside(gpus, monkeypatch)
     mesh = Mesh(tp=tp, cp=2)
     axis = ShardAxis(mesh=mesh, ranks_per_owner=1 if kind in LATENT else tp)
     world, parts, row = Silent(tp, mesh.world), Silent(1, 2), Silent(0, tp)  # first of row 1
@@ -128,13 +141,13 @@ def test_what_a_step_computes_and_sends_stays_on_the_ranks_gpu(
         place = group_place(
             world,
             axis,
-            options.max_running,
+            MAX_RUNNING,
             parts=None if axis.size == mesh.world else parts,
             row=None if tp == 1 else row,
         )
         told: list[str] = []
         place = replace(place, give_up=partial(told.append, "give up"))
-        loaded = load_worker(tmp_path, options, place=place)
+        loaded = load_worker(tmp_path, options(kv_dtype, **more), place=place)
         assert isinstance(loaded.worker, InlineWorker)
         assert {str(pool.buffer.data.device) for pool in loaded.pools} == {GPU}
         play(loaded.worker, axis, RemoteWays.all(Remote(way)), windows=len(loaded.specs) > 1)
@@ -168,12 +181,70 @@ def play(worker: InlineWorker, axis: ShardAxis, ways: RemoteWays, *, windows: bo
     admit(1, two, shared_with=0, shared_pages=5)
     made, made_at = np.array([make_ref(0, 3)]), np.array([make_ref(1, 5)])
     rows = driver.chunk(0, one, 22, 42), driver.chunk(1, two, 20, 33)
-    driver.step(*rows, replicas=ReplicaPlan(made=made, made_at=made_at))
+    several = axis.size > 1
+    driver.step(*rows, replicas=ReplicaPlan(made=made, made_at=made_at) if several else None)
     last = driver.step(driver.chunk(0, one, 42, 43), driver.chunk(1, two, 33, 34))
     ends = {row: owner(row, page) // axis.owners_per_row for row, page in ((0, 10), (1, 8))}
-    ours = [row for row, index in ends.items() if index == 1]
+    ours = [row for row, index in ends.items() if index == axis.mesh.cp - 1]
     assert ours
     assert [row.row for row in last.rows] == ours
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "v3-yarn"])
+def test_one_rank_alone_stays_on_its_gpu(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which reads its pages where they lie."""
+    more = make_model(kind, tmp_path)
+    gpus = FakeGpus(monkeypatch, 1)
+    monkeypatch.setattr(runner, "sample", invented)
+    read_outside(gpus, monkeypatch)
+    with gpus.mode():
+        loaded = load_worker(tmp_path, options("fp32", **more))
+        assert isinstance(loaded.worker, InlineWorker)
+        axis = ShardAxis(mesh=Mesh(), ranks_per_owner=1)
+        play(loaded.worker, axis, IN_PLACE, windows=len(loaded.specs) > 1)
+        loaded.worker.close()
+
+
+def test_what_is_asked_of_logits_is_done_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias, banned tokens and penalties, whose numbers come from the CPU."""
+    row = candidate(
+        1,
+        prompt=(5, 6),
+        output=(7, 7),
+        stop_ids=(2,),
+        logit_bias=((3, 1.5),),
+        min_tokens=4,
+        presence_penalty=0.5,
+        repetition_penalty=1.2,
+    )
+    with FakeGpus(monkeypatch, 2).mode():
+        sampler._adjust(torch.empty(VOCAB, device=GPU), row)
+
+
+def test_pages_of_tiers_leave_a_gpu_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As bytes of the CPU. Red if what picks them is elsewhere than they are."""
+    spec = KVSpec(
+        kind=AttentionKind.GQA,
+        dtype=KVDtype.BF16,
+        num_layers=3,
+        num_kv_heads=2,
+        head_dim=8,
+        page_size=PAGE,
+    )
+    with FakeGpus(monkeypatch, 2).mode():
+        pool = DevicePool(PageLayout(spec, 5, 2), device=torch.device(GPU))
+        pages = PoolBytes(pool)
+        slots = np.array([3, 0])
+        taken = pages.taken(slots)
+        assert (str(taken.device), taken.dtype) == (GPU, torch.uint8)
+        room = pages.room(2, 3)
+        assert tuple(taken.shape) == room.shape
+        assert room.nbytes == 2 * spec.page_bytes
+        pages.write(slots, 1, pages.room(2, 2))
 
 
 def test_the_link_is_measured_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
