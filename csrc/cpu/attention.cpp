@@ -47,7 +47,7 @@ public:
             float *mine = scratch + thread * scratch_floats;
             float *o = item.part_index < 0 ? nullptr : parts + item.part_index * group_ * dim_;
             float *sums = item.part_index < 0 ? nullptr : ml + item.part_index * group_ * 2;
-            if (item.decode) kernels.attention_decode(call_, item.part, o, sums, mine);
+            if (item.decode) kernels.attention_decode(call_, item.part, after(i), o, sums, mine);
             else kernels.attention_tile(call_, item.tile, o, sums, mine);
         });
         // A merge is short: several to a task.
@@ -63,6 +63,13 @@ public:
     }
 
 private:
+    // The item that the thread of item i takes next if all take equally long.
+    const DecodeItem *after(int64_t i) const {
+        const size_t next = (size_t)(i + ctx_.pool.size());
+        if (next >= ctx_.items.size() || !ctx_.items[next].decode) return nullptr;
+        return &ctx_.items[next].part;
+    }
+
     int64_t first_seen_by(int32_t row, int32_t token) const {
         return first_seen(row_bounds(call_.batch, row), call_.args.window,
                           call_.batch.positions[token]);

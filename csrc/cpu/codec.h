@@ -21,6 +21,11 @@ static inline int64_t value_dim(const phloem_kv_layer &kv) {
 }
 // Numbers of the first part of a row of K.
 static inline int64_t lead_dim(const phloem_kv_layer &kv) { return kv.head_dim - kv.tail_dim; }
+// Items of a row of K.
+static inline int64_t row_items(const phloem_kv_layer &kv) {
+    return part_items(kv.dtype, lead_dim(kv)) + part_items(kv.dtype, kv.tail_dim) *
+                                                    (kv.tail_dim > 0);
+}
 // Whether values are a part of the rows of K.
 static inline bool is_latent(const phloem_kv_layer &kv) { return kv.kv_stride == 0; }
 

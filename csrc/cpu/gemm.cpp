@@ -7,7 +7,8 @@ namespace phloem {
 namespace {
 
 // Rough rates of one core: they only choose the size of tasks.
-constexpr double kBytesPerUs = 9e3, kFlopsPerUs = 6e4, kTaskUs = 25;
+constexpr double kBytesPerUs = 9e3, kFlopsPerUs = 6e4, kTaskUs = 25,
+                 kLeastTaskUs = 6;
 constexpr int64_t kManyRows = 256;      // from here on tasks cut rows too
 constexpr int64_t kRowsCacheBytes = 192 << 10;  // activations of a task, in L2
 constexpr int64_t kLeastRows = 96;      // of a task, or a panel is read for too few of them
@@ -49,13 +50,20 @@ struct Gemm {
         return t;
     }
 
-    // Panel pairs of one task so that it takes about kTaskUs.
+    // Panel pairs of one task: it takes about kTaskUs, or less if all threads then end together.
     int64_t pairs_per_task() const {
         const double flops_per_us = rounds() ? ctx.bf16->flops_per_us : kFlopsPerUs;
         const double columns = 2.0 * kPanelColumns * w.k;
         const double us = columns * weight_bytes(w) / kBytesPerUs +
                           columns * 2.0 * (args.m - 1) / flops_per_us;
-        return std::max<int64_t>(1, (int64_t)(kTaskUs / us));
+        const int64_t pairs = ceil_div(panels, 2), threads = ctx.pool.size();
+        int64_t best = std::max<int64_t>(1, (int64_t)(kTaskUs / us));
+        const auto longest = [&](int64_t step) {  // of a thread's shares, in pairs
+            return ceil_div(ceil_div(pairs, step), threads) * step;
+        };
+        for (int64_t step = std::min(best, pairs); step * us >= kLeastTaskUs; --step)
+            if (longest(step) < longest(best)) best = step;
+        return best;
     }
 
     template <class F> void over_panels(const F &f) const {

@@ -74,8 +74,9 @@ struct Kernels {
     void (*attention_tile)(const AttentionCall &call, const TileItem &item, float *o, float *ml,
                            float *scratch);
     int64_t (*decode_scratch_floats)(int64_t group, int64_t head_dim);
-    void (*attention_decode)(const AttentionCall &call, const DecodeItem &item, float *o,
-                             float *ml, float *scratch);
+    // next: what this thread is likely to be given after it, or null; its first rows are fetched.
+    void (*attention_decode)(const AttentionCall &call, const DecodeItem &item,
+                             const DecodeItem *next, float *o, float *ml, float *scratch);
     void (*attention_merge)(const AttentionCall &call, int32_t token, int32_t kv_head,
                             int64_t num_parts, const float *o, const float *ml);
     int64_t (*argmax)(const void *x, int32_t dtype, int64_t n);

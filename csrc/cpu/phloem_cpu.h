@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define PHLOEM_ABI_VERSION 5
+#define PHLOEM_ABI_VERSION 6
 
 enum {
     PHLOEM_OK = 0,
@@ -237,7 +237,7 @@ PHLOEM_API int32_t phloem_layer_finish(phloem_ctx *ctx, const phloem_layer *laye
 PHLOEM_API int32_t phloem_layer_output(phloem_ctx *ctx, const phloem_layer *layer,
                                        const phloem_kv_layer *kv, const phloem_batch *batch,
                                        void *hidden, int32_t dtype, float *qkv);
-/* First index of the greatest logit of each row (m, n); -1 if the row has a NaN. */
+/* First index of the greatest logit of each row (m, n); -1 if one of them is not finite. */
 PHLOEM_API int32_t phloem_argmax(phloem_ctx *ctx, const void *x, int32_t dtype, int64_t m,
                                  int64_t n, int64_t stride, int64_t *out);
 /* The k greatest of one row in descending order (ties: lower index first), and the natural

@@ -195,40 +195,42 @@ static void rope(const phloem_rope_args &args, const phloem_kv_layer &kv,
     else rope_tokens<uint16_t>(args, kv, batch, row, tok0, tok1);
 }
 
-// Greatest of x (n); *nan is set if there is a NaN.
-template <class T> static float max_of(const T *x, int64_t n, bool *nan) {
-    vf top = set1(-__builtin_inff());
-    vi bad = {};
+constexpr int64_t kArgmaxBlock = 1024;
+
+// Greatest of x (n); `bad` is set where one is not finite: only then x - x is not 0.
+template <class T> static float max_of(const T *x, int64_t n, vi &bad) {
+    const vf low = set1(-__builtin_inff());
+    vf top[4] = {low, low, low, low};
     int64_t i = 0;
-    for (; i + W <= n; i += W) {
-        vf v = load(x + i);
-        top = vmax(v, top);
-        bad |= v != v;
+    for (; i + 4 * W <= n; i += 4 * W) {
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+            vf v = load(x + i + j * W);
+            top[j] = vmax(v, top[j]);
+            bad |= v - v != 0.0f;
+        }
     }
-    float best = hmax(top);
-    for (int j = 0; j < W; ++j) *nan |= bad[j] != 0;
+    float best = hmax(vmax(vmax(top[0], top[1]), vmax(top[2], top[3])));
     for (; i < n; ++i) {
-        float v = get(x + i);
-        *nan |= v != v;
+        const float v = get(x + i);
+        bad[0] |= v - v != 0.0f;
         best = v > best ? v : best;
     }
     return best;
 }
 
 template <class T> static int64_t argmax_row(const T *x, int64_t n) {
-    bool nan = false;
-    const float best = max_of(x, n, &nan);
-    if (nan) return -1;
-    int64_t i = 0;
-    for (; i + W <= n; i += W) {
-        vi hit = load(x + i) == best;
-        int any = 0;
-        for (int j = 0; j < W; ++j) any |= hit[j];
-        if (any) break;
+    vi bad = {};
+    float best = -__builtin_inff();
+    int64_t at = 0;
+    for (int64_t i = 0; i < n; i += kArgmaxBlock) {
+        const float top = max_of(x + i, imin(kArgmaxBlock, n - i), bad);
+        if (top > best) best = top, at = i;
     }
-    for (; i < n; ++i)
-        if (get(x + i) == best) return i;
-    return 0;
+    for (int j = 0; j < W; ++j)
+        if (bad[j]) return -1;
+    while (get(x + at) != best) ++at;
+    return at;
 }
 
 static int64_t argmax(const void *x, int32_t dtype, int64_t n) {

@@ -1,6 +1,8 @@
 // How rows of pages are read: one type per format, with the same few functions.
 //
 //   load(row, n, c)   numbers c ... c + W - 1 of a part of n numbers (c a multiple of W)
+//   half<V>(row, n, c)  vector V, 0 or 1, of numbers c ... c + 2 W - 1; where kInterleaved the even
+//                     ones and the odd ones, else the first ones and the last ones
 //   get(row, n, c)    one of them
 //   scale(row, n)     what all of them are still to be multiplied with; 1 where !kScaled
 //
@@ -15,10 +17,22 @@ namespace PHLOEM_NS {
 
 template <class T> struct Numbers {
     typedef T Item;
-    static constexpr bool kScaled = false;
+    static constexpr bool kScaled = false, kInterleaved = sizeof(T) == 2;
     PHLOEM_INLINE vf load(const T *row, int64_t, int64_t c) { return PHLOEM_NS::load(row + c); }
+    template <int V> PHLOEM_INLINE vf half(const T *row, int64_t, int64_t c) {
+        if constexpr (kInterleaved) return load_half<V>(row + c);
+        else return PHLOEM_NS::load(row + c + V * W);
+    }
     PHLOEM_INLINE float get(const T *row, int64_t, int64_t c) { return PHLOEM_NS::get(row + c); }
     PHLOEM_INLINE float scale(const T *, int64_t) { return 1.0f; }
+};
+
+// What the packed formats have in common.
+template <class R> struct InOrder {
+    static constexpr bool kInterleaved = false;
+    template <int V> PHLOEM_INLINE vf half(const uint8_t *row, int64_t n, int64_t c) {
+        return R::load(row, n, c + V * W);
+    }
 };
 
 PHLOEM_INLINE float bf16_at(const uint8_t *p) {
@@ -27,7 +41,7 @@ PHLOEM_INLINE float bf16_at(const uint8_t *p) {
     return from_bf16(h);
 }
 
-struct Int8Rows {
+struct Int8Rows : InOrder<Int8Rows> {
     typedef uint8_t Item;
     static constexpr bool kScaled = true;
     PHLOEM_INLINE vf load(const uint8_t *row, int64_t, int64_t c) {
@@ -40,7 +54,7 @@ struct Int8Rows {
 };
 
 // A code of e4m3, shifted into fp16's place, is 2^-8 of its number: the scale makes up for it.
-struct Fp8Rows {
+struct Fp8Rows : InOrder<Fp8Rows> {
     typedef uint8_t Item;
     static constexpr bool kScaled = true;
     PHLOEM_INLINE vf load(const uint8_t *row, int64_t, int64_t c) {
@@ -74,7 +88,7 @@ struct Fp8Rows {
 alignas(16) static const int8_t kTwiceFp4[16] = {0, 1,  2,  3,  4,  6,  8,  12,
                                                  0, -1, -2, -3, -4, -6, -8, -12};
 
-struct Fp4Rows {
+struct Fp4Rows : InOrder<Fp4Rows> {
     typedef uint8_t Item;
     static constexpr bool kScaled = false;
     PHLOEM_INLINE float block_scale(const uint8_t *row, int64_t n, int64_t c) {

@@ -323,7 +323,7 @@ class NativeKernels:
         )
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """First index of each row's greatest (m, n) -> (m,) int64; -1 for a row with a NaN."""
+        """First index of each row's greatest (m, n) -> (m,) int64; -1 if one is not finite."""
         rows, out = rows_of(logits, "logits"), torch.empty(logits.shape[0], dtype=torch.int64)
         abi.check(
             self._lib.phloem_argmax(

@@ -41,7 +41,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 PANEL = 16  # output columns that are packed together
 ISA_ENV = "PHLOEM_CPU_ISA"
 LIBRARY_ENV = "PHLOEM_CPU_LIBRARY"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from phloem.config.model import Activation, ModelConfig, RopeConfig
 from phloem.kernels import Ops
+from phloem.kernels.best import best_tokens
 from phloem.layers import DecoderWeights, LayerWeights, Linear, RopeTable
 from phloem.models.forward import Attention, LayerCalls, pass_layers
 from phloem.models.latent import latent_qkv
@@ -101,6 +102,10 @@ class Decoder:
             logits = self._row.join(logits)
         cap = self.config.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def best(self, logits: Tensor) -> list[int]:
+        """As `Forward.best`."""
+        return best_tokens(logits)
 
     def _rope_table(self, rope: RopeConfig, num_positions: int) -> RopeTable:
         return RopeTable(

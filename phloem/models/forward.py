@@ -87,6 +87,10 @@ class Forward(Protocol):
         """
         ...
 
+    def best(self, logits: Tensor) -> list[int]:
+        """The first of the greatest logits (R, vocab) of each row; -1 if one is not finite."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCalls:

@@ -97,6 +97,11 @@ class NativeBase(ABC):
         cap = self.config.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
+    def best(self, logits: Tensor) -> list[int]:
+        """As `Forward.best`."""
+        best: list[int] = self._kernels.argmax(logits).tolist()
+        return best
+
     @abstractmethod
     def _layers(self, hidden: Tensor, attention: Attention, meta: Any, calls: LayerCalls) -> None:
         """All layers, on hidden (N, hidden) in place; N is not 0."""

@@ -312,11 +312,13 @@ class Runner:
 
     def _between_layers(self, plan: StepPlan) -> None:
         self._hooks.on_layer()
+        if self._stopped or (self._cancelled and self._nobody_waits(plan)):
+            raise _NobodyWaits
+
+    def _nobody_waits(self, plan: StepPlan) -> bool:
         # Where anything travels all ranks pass all layers, whoever learns first of an end.
         free = self._alone and not self._remote(plan).exchanges
-        cancelled = self._cancelled if free else ()
-        if self._stopped or (cancelled and all(row.serial in cancelled for row in plan.rows)):
-            raise _NobodyWaits
+        return free and all(row.serial in self._cancelled for row in plan.rows)
 
     def _sample(self, inputs: StepInputs, hidden: Tensor) -> list[RowResult]:
         step = logits_rows_per_pass(self._model.config.vocab_size)
@@ -330,7 +332,8 @@ class Runner:
             states = [self._tables.state(plan) for plan in plans]
             live = [i for i, state in enumerate(states) if state is not None]
             candidates = [Candidate(plans[i], s) for i, s in enumerate(states) if s is not None]
-            chosen = sample(logits if len(live) == len(plans) else logits[live], candidates)
+            own = logits if len(live) == len(plans) else logits[live]
+            chosen = sample(own, candidates, self._model.best)
             by_row = {i: result for i, result in zip(live, chosen, strict=True)}
             for i, plan in enumerate(plans):
                 result = by_row.get(i) or _stale(plan.row, plan.serial)

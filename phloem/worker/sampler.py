@@ -6,7 +6,7 @@ top_p and a draw. Log-probabilities are of the model's own distribution, before 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from phloem.core.plan import RowPlan, RowResult
 from phloem.core.request import SamplingParams, TokenLogprob
+from phloem.kernels.best import best_tokens
 from phloem.worker.filters import filter_logits
 from phloem.worker.randomness import uniform
 from phloem.worker.rows import RowState
@@ -34,17 +35,28 @@ class Candidate:
     state: RowState
 
 
-def sample(logits: Tensor, candidates: Sequence[Candidate]) -> list[RowResult]:
-    """One result per row of `logits` (S, V), fp32, in order. May overwrite `logits`."""
-    finite = torch.isfinite(logits.sum(dim=-1)).tolist()
+def sample(
+    logits: Tensor,
+    candidates: Sequence[Candidate],
+    best_of: Callable[[Tensor], list[int]] = best_tokens,
+) -> list[RowResult]:
+    """One result per row of `logits` (S, V), fp32, in order. May overwrite `logits`.
+
+    `best_of`: as `Forward.best`.
+    """
+    best = best_of(logits)
+    finite = [token >= 0 for token in best]
     params = [c.state.sampling for c in candidates]
     wants = [i for i, p in enumerate(params) if p.logprobs is not None and finite[i]]
     # Kept aside because the steps below write into `logits`.
     raw = torch.log_softmax(logits[wants], dim=-1) if wants else logits[:0]
-    for i, candidate in enumerate(candidates):
-        if finite[i]:
-            _adjust(logits[i], candidate)
-    tokens = _choose(logits, candidates, finite)
+    changed = [i for i, c in enumerate(candidates) if finite[i] and _is_adjusted(c)]
+    for i in changed:
+        _adjust(logits[i], candidates[i])
+    if changed:
+        for i, token in zip(changed, logits[changed].argmax(dim=-1).tolist(), strict=True):
+            best[i] = token
+    tokens = _choose(logits, candidates, best)
     logprobs = {
         i: _logprob(raw[j], tokens[i], params[i].logprobs or 0) for j, i in enumerate(wants)
     }
@@ -52,12 +64,19 @@ def sample(logits: Tensor, candidates: Sequence[Candidate]) -> list[RowResult]:
         RowResult(
             row=c.plan.row,
             serial=c.plan.serial,
-            token=tokens[i] if finite[i] else -1,
+            token=tokens[i],
             logprob=logprobs.get(i),
             error=None if finite[i] else _NOT_FINITE,
         )
         for i, c in enumerate(candidates)
     ]
+
+
+def _is_adjusted(candidate: Candidate) -> bool:
+    """Whether `_adjust` may change anything."""
+    state = candidate.state
+    early = candidate.plan.output_index < state.sampling.min_tokens
+    return early or state.has_penalties or bool(state.sampling.logit_bias)
 
 
 def _adjust(row: Tensor, candidate: Candidate) -> None:
@@ -90,11 +109,11 @@ def _penalise(row: Tensor, state: RowState) -> None:
     row[index] -= s.presence_penalty + s.frequency_penalty * times
 
 
-def _choose(logits: Tensor, candidates: Sequence[Candidate], finite: list[bool]) -> list[int]:
-    """The token of every row; of a row that is not finite, a meaningless one."""
-    tokens = logits.argmax(dim=-1).tolist()
+def _choose(logits: Tensor, candidates: Sequence[Candidate], best: list[int]) -> list[int]:
+    """The token of every row, -1 where `best` is."""
+    tokens = best.copy()
     drawn = [
-        i for i, c in enumerate(candidates) if finite[i] and c.state.sampling.temperature > 0.0
+        i for i, c in enumerate(candidates) if best[i] >= 0 and c.state.sampling.temperature > 0.0
     ]
     for low in range(0, len(drawn), _DRAW_ROWS):
         group = drawn[low : low + _DRAW_ROWS]

@@ -202,14 +202,23 @@ def test_embedding_of_blocks(kernels, kind):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [1, 5, 64, 1003])
+@pytest.mark.parametrize("n", [1, 5, 64, 1003, 3000])
 def test_argmax_takes_the_first_of_equals(kernels, dtype, n):
     logits = torch.randint(-5, 5, (6, n)).to(dtype)
     want = [row.index(max(row)) for row in logits.tolist()]
     assert kernels.argmax(logits).tolist() == want
-    logits[2, n // 2] = torch.nan
-    assert kernels.argmax(logits)[2] == -1
-    assert kernels.argmax(torch.full((1, n), -torch.inf)).tolist() == [0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_argmax_says_which_rows_are_not_finite(kernels, dtype, bad):
+    """Wherever in the row it is: in vectors, in what is left over, in the first or last block."""
+    logits = torch.randn(6, 2093).to(dtype)
+    want = logits.float().argmax(dim=-1)
+    for row, at in ((1, 0), (2, 1023), (4, 2092)):
+        logits[row, at] = bad
+        want[row] = -1
+    assert torch.equal(kernels.argmax(logits), want)
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (40, 40), (1003, 1), (1003, 64), (49152, 50)])

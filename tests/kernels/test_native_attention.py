@@ -16,7 +16,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 DTYPES = list(TOLERANCES)
 LAYER, LAYERS = 1, 2
 # heads, KV heads, head groups, head dim
-SHAPES = [(9, 3, 3, 64), (4, 4, 2, 32), (8, 1, 1, 16), (4, 2, 2, 128), (6, 2, 1, 20)]
+SHAPES = [(9, 3, 3, 64), (4, 4, 2, 32), (8, 1, 1, 16), (4, 2, 2, 128), (6, 2, 1, 20), (5, 1, 1, 40)]
 
 
 class Pages:
@@ -61,7 +61,7 @@ def seeded():
 @pytest.mark.parametrize(
     ("shape", "page_size"),
     [(SHAPES[0], size) for size in (1, 4, 16, 64)]
-    + [(shape, size) for shape, size in zip(SHAPES[1:], (16, 4, 64, 1), strict=True)],
+    + [(shape, size) for shape, size in zip(SHAPES[1:], (16, 4, 64, 1, 16), strict=True)],
     ids=str,
 )
 def test_ragged_batch_of_decodes_and_chunks(kernels, shape, page_size, dtype):
@@ -150,6 +150,25 @@ def test_a_chunk_equals_the_same_tokens_in_smaller_chunks(kernels):
     for low, high in ((0, 100), (100, 103), (103, 250)):
         part = kernels.attention(q[low:high], kv, pages.batch([high], [high - low]))
         assert torch.equal(part, whole[low:high])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_decode_is_the_same_alone_and_among_others(kernels, dtype):
+    """Bit for bit: how its context is cut depends on nothing but the row. Contexts end in the midst
+    of fours of tokens, of blocks and of parts, and at their borders."""
+    contexts, shape = [1, 6, 64, 65, 256, 259, 700], (9, 3, 3, 64)
+    pages = Pages(contexts, shape=shape, page_size=16, dtype=dtype)
+    for row, context in enumerate(contexts):
+        pages.fill(row, 0, context)
+    q, kv = torch.randn(len(contexts), 9, 64).to(dtype), kv_layer(pages.buffer, LAYER)
+    together = kernels.attention(q, kv, pages.batch(contexts, [1] * len(contexts)))
+    for row, context in enumerate(contexts):
+        alone = NativeBatch(
+            np.array([0, 1], dtype=np.int32),
+            np.array([context - 1], dtype=np.int32),
+            pages.tables[row : row + 1],
+        )
+        assert torch.equal(kernels.attention(q[row : row + 1], kv, alone)[0], together[row])
 
 
 def test_nan_of_one_row_stays_in_it(kernels):
