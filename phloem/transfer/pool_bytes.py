@@ -20,7 +20,8 @@ class PoolBytes:
     Slots are int64 (n,) of this rank's own pages.
 
     On a GPU a copy comes after all that was begun there before, since no thread has a stream of its
-    own: after a step that has ended on the host alone, too.
+    own: after a step that has ended on the host alone, too. In plain memory the calling thread
+    copies alone: the cores are for the steps.
     """
 
     def __init__(self, pool: DevicePool) -> None:
@@ -30,6 +31,7 @@ class PoolBytes:
         # (P, G, L, bytes of one layer of one head group)
         shape = (len(data), groups, layers, spec.page_bytes // max(1, groups * layers))
         self._pages = data.view(torch.uint8).view(shape)
+        self._plain: _Bytes | None = self._pages.numpy() if data.device.type == "cpu" else None
 
     def room(self, count: int, num_layers: int) -> _Bytes:
         """Room for so many layers of so many pages, (n, G, layers, bytes)."""
@@ -38,6 +40,9 @@ class PoolBytes:
 
     def read(self, slots: _Slots) -> _Bytes:
         """Whole pages, (n, G, L, bytes)."""
+        if self._plain is not None:
+            self._check(slots)
+            return np.take(self._plain, slots, axis=0)
         pages: _Bytes = self.taken(slots).cpu().numpy()
         return pages
 
@@ -50,8 +55,12 @@ class PoolBytes:
         """Layers of pages from the first one on, as `room` lays them out."""
         self._check(slots)
         end_layer = first_layer + data.shape[2]
-        for slot, page in zip(slots.tolist(), torch.from_numpy(data), strict=True):
-            self._pages[slot, :, first_layer:end_layer].copy_(page)
+        if self._plain is not None:
+            for slot, page in zip(slots.tolist(), data, strict=True):
+                np.copyto(self._plain[slot, :, first_layer:end_layer], page)
+            return
+        for slot, part in zip(slots.tolist(), torch.from_numpy(data), strict=True):
+            self._pages[slot, :, first_layer:end_layer].copy_(part)
 
     def _check(self, slots: _Slots) -> None:
         inside = ((slots >= 0) & (slots < self._num_pages)).all()

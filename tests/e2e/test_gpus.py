@@ -102,15 +102,18 @@ def test_small_pages_travel_between_gpus(tmp_path: Path, kv_dtype: str) -> None:
 
 
 @two_gpus
-def test_a_directory_written_by_two_gpus_is_read_by_one_cpu(tmp_path: Path) -> None:
-    """Pages of both GPUs go to the host and on to storage; and back from the host."""
+@pytest.mark.parametrize("axis", ["cp", "tp"])
+def test_a_directory_written_by_two_gpus_is_read_by_one_cpu(tmp_path: Path, axis: str) -> None:
+    """Pages, or heads of them, of both GPUs go to the host and on to storage; and back from the
+    host."""
     checkpoint = tmp_path / "model"
     make_checkpoint("llama", checkpoint)
     byte_tokenizer().save(str(checkpoint / "tokenizer.json"))
     with open_llm(checkpoint, prefix_cache=False) as llm:
         wanted = [ids(llm, [prompt])[0] for prompt in PROMPTS]
     tiers = {"storage": str(tmp_path / "kept"), "storage_size": "32MB", "host_memory": "1MB"}
-    with open_llm(checkpoint, device="cuda", cp=2, **tiers) as llm:
+    ranks: dict[str, Any] = {axis: 2}
+    with open_llm(checkpoint, device="cuda", **ranks, **tiers) as llm:
         assert ids(llm, PROMPTS) == wanted
         assert ask_until_loaded(llm, wanted)
     with open_llm(checkpoint, **tiers) as llm:
