@@ -88,7 +88,7 @@ class Nccl:
                 group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)  # noqa: SLF001
                 made = cls(group, backend, device)
                 made.shake_hands(timeout_s)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # the latter if it finds no GPU
             raise GroupError(f"NCCL does not connect {device} of rank {rank}: {error}") from error
         return made
 

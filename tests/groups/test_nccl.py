@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import threading
 from collections.abc import Iterator
@@ -216,9 +217,13 @@ def test_who_cannot_connect_its_gpu_leaves(played: Played, monkeypatch) -> None:
     assert played.gloo.asked == [("shutdown",)]
 
 
-@pytest.mark.skipif(dist.is_nccl_available(), reason="this build of PyTorch has NCCL")
-def test_a_build_without_nccl_is_one_line() -> None:
-    with pytest.raises(GroupError, match=r"^this build of PyTorch has no NCCL"):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("driver", [False, True])
+def test_where_there_is_no_gpu_nccl_is_refused(driver: bool, monkeypatch) -> None:
+    """Whether PyTorch was built with NCCL or not, and whether it or NCCL finds none."""
+    if driver:
+        monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
+    with pytest.raises(GroupError, match="NCCL"):
         Nccl.meet(dist.HashStore(), rank=0, size=2, device=GPU, timeout_s=1.0)
 
 
