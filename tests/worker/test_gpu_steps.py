@@ -61,7 +61,7 @@ class Silent(BaseGroup):
         """Nobody is told."""
 
 
-def invented(logits: torch.Tensor, candidates: Any) -> list[RowResult]:
+def invented(logits: torch.Tensor, candidates: Any, _best: Any) -> list[RowResult]:
     assert str(logits.device) == GPU
     assert len(logits) == len(candidates)
     return [RowResult(row=c.plan.row, serial=c.plan.serial, token=7) for c in candidates]
