@@ -353,11 +353,6 @@ class Config:
                 "--remote-kv direct reads other ranks' memory, which ranks on GPUs do not share: "
                 "add --remote-kv send_q or --remote-kv gather_kv"
             )
-        if parallel.tp > 1 and self.tiers.host_memory_bytes != 0:
-            raise ConfigError(
-                "--host-memory and --storage are for --cp alone on GPUs: with --tp the heads of a "
-                "page are divided among them; leave out one or the other"
-            )
 
     @property
     def ranks_apart(self) -> bool:

@@ -75,7 +75,7 @@ class CpuCopier:
 
 
 class PartCopier:
-    """Of a pool in plain memory that holds the first head groups of each page alone."""
+    """Of a pool, in whatever memory, that holds the first head groups of each page alone."""
 
     def __init__(self, pool: DevicePool, arena: HostArena) -> None:
         self._pool = PoolBytes(pool)
@@ -128,10 +128,10 @@ def make_copier(pool: DevicePool, arena: HostArena) -> Copier:
     """The copier for the pool's device, and for what the pool holds of a page."""
     if arena.layout.spec.page_bytes == 0:
         return NoBytes()
-    if pool.buffer.data.device.type == "cuda":
-        return CudaCopier(pool, arena)
     if pool.layout.num_head_groups < arena.layout.num_head_groups:
         return PartCopier(pool, arena)
+    if pool.buffer.data.device.type == "cuda":
+        return CudaCopier(pool, arena)
     return CpuCopier(pool, arena)
 
 
