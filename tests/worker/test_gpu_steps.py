@@ -22,7 +22,8 @@ from phloem.groups.base import BaseGroup, Exchange
 from phloem.kv.layout import PageLayout
 from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
 from phloem.models.safetensors_source import SafetensorsSource
-from phloem.pools import DevicePool
+from phloem.pools import DevicePool, HostArena
+from phloem.transfer.copier import PartCopier, make_copier
 from phloem.transfer.pool_bytes import PoolBytes
 from phloem.worker import Hooks, InlineWorker, WorkerOptions, load_worker, measure, runner, sampler
 from phloem.worker.peers import group_place
@@ -226,7 +227,8 @@ def test_what_is_asked_of_logits_is_done_where_they_are(monkeypatch: pytest.Monk
 
 
 def test_pages_of_tiers_leave_a_gpu_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As bytes of the CPU. Red if what picks them is elsewhere than they are."""
+    """As bytes of the CPU, also where a rank of a row holds only its heads of them. Red if what
+    picks them is elsewhere than they are."""
     spec = KVSpec(
         kind=AttentionKind.GQA,
         dtype=KVDtype.BF16,
@@ -245,6 +247,12 @@ def test_pages_of_tiers_leave_a_gpu_and_come_back(monkeypatch: pytest.MonkeyPatc
         assert tuple(taken.shape) == room.shape
         assert room.nbytes == 2 * spec.page_bytes
         pages.write(slots, 1, pages.room(2, 2))
+        part = pool.layout.of_one_rank(ShardAxis(mesh=Mesh(tp=2), ranks_per_owner=2))
+        arena = HostArena(PageLayout(spec, 3, 2))
+        copier = make_copier(DevicePool(part, device=torch.device(GPU)), arena)
+        assert isinstance(copier, PartCopier)  # a page of the arena is more than what is there
+        copier.to_device(slots, np.array([1, 2]), 0, 3)
+        arena.close()
 
 
 def test_the_link_is_measured_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
