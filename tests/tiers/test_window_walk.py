@@ -123,7 +123,7 @@ def test_every_answer_with_windows_and_tiers_over_several_ranks_is_cold(
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("seed", range(0, 300, 100))
+@pytest.mark.parametrize("seed", few(range(0, 300, 100), 2))
 def test_every_answer_of_walks_over_restarts_is_cold(seed: int, page_size: int):
     """Three engines with the same windows, and one storage that also loses pages of either kind."""
     storage = SimStorage()
