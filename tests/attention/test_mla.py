@@ -16,6 +16,7 @@ from phloem.kv.layout import PageLayout
 from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
 from phloem.pools import DevicePool
 from tests.attention.test_paged import NUM_PAGES, random_batch
+from tests.long import checkered
 
 HEADS, LAYERS = 3, 2
 SIZES = MLAConfig(kv_rank=32, q_rank=None, nope_dim=12, rope_dim=16, v_dim=10)
@@ -75,9 +76,9 @@ def random_batches(page_size: int) -> list[tuple[MLAConfig, RaggedBatch]]:
     ]
 
 
-@pytest.mark.parametrize("way", [*Way, None], ids=lambda w: w.value if w else "cheaper")
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("dtype", list(KVDtype), ids=lambda d: d.value)
+@pytest.mark.parametrize(
+    ("way", "page_size", "dtype"), checkered([*Way, None], [1, 4, 16], list(KVDtype)), ids=str
+)
 def test_both_ways_equal_the_definition(way, page_size, dtype, monkeypatch):
     check_against_the_definition(way, page_size, dtype, TorchOps(), monkeypatch)
 

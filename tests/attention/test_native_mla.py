@@ -27,6 +27,7 @@ from tests.attention.test_mla import (
     weights,
 )
 from tests.kernels.native_build import native_library
+from tests.long import checkered
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +72,9 @@ def with_gaps(batch: RaggedBatch) -> RaggedBatch:
     return RaggedBatch(tuple(spans), batch.page_size)
 
 
-@pytest.mark.parametrize("way", [*Way, None], ids=lambda w: w.value if w else "cheaper")
 @pytest.mark.parametrize(
-    ("dtype", "page_size", "gaps"),
-    [(d, size, gaps) for d, size in zip(KVDtype, (1, 4, 16, 1, 4), strict=True) for gaps in (0, 1)],
+    ("way", "dtype", "page_size", "gaps"),
+    checkered([*Way, None], list(zip(KVDtype, (1, 4, 16, 1, 4), strict=True)), [0, 1]),
     ids=str,
 )
 def test_both_ways_equal_the_definition(kernels, way, page_size, dtype, gaps, monkeypatch):

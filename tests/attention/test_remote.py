@@ -21,6 +21,7 @@ from phloem.groups.local import local_groups
 from phloem.kernels import KVBuffer, Scoring, TorchOps
 from phloem.kernels.codec import make_codec
 from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
+from tests.long import checkered
 
 PAGE = 16
 P = 600  # pages of a rank
@@ -143,9 +144,11 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("remote", [Remote.GATHER_KV, Remote.SEND_Q])
+@pytest.mark.parametrize(
+    ("rows", "n", "remote"),
+    checkered(list(ROWS), [2, 4], [Remote.GATHER_KV, Remote.SEND_Q]),
+    ids=str,
+)
 def test_both_ways_equal_direct(rows, n, remote):
     world = World(n, layers=3)
     shares = world.shares(*ROWS[rows])

@@ -18,6 +18,8 @@ import httpx
 import pytest
 
 from phloem.bench.local_server import free_port
+from tests.engine.fakes import byte_tokenizer
+from tests.models.checkpoints import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -28,13 +30,14 @@ pytestmark = pytest.mark.timeout(180)
 
 
 class Served:
-    """`phloem serve` in a process of its own."""
+    """`phloem serve` in a process of its own; with one thread, as other tests run beside this one:
+    two that wait for each other in every layer are slow where one of them has no core."""
 
     def __init__(self, *flags: str, model: str = "smollm2") -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._out = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
-        command = [*PHLOEM, "serve", model, "--port", str(self.port), *flags]
+        command = [*PHLOEM, "serve", model, "--port", str(self.port), "--threads", "1", *flags]
         self.process = subprocess.Popen(command, stdout=self._out, stderr=subprocess.STDOUT)
         self._wait()
 
@@ -194,8 +197,10 @@ def test_sigterm_ends_it_in_order(served: Served) -> None:
     assert "Traceback" not in served.output()
 
 
-def test_a_killed_engine_ends_the_server_with_a_message() -> None:
-    server = Served("--num-pages", "64", "--max-model-len", "512")
+def test_a_killed_engine_ends_the_server_with_a_message(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    server = Served("--num-pages", "64", "--max-model-len", "512", model=str(tmp_path))
     children = Path(f"/proc/{server.process.pid}/task").glob("*/children")
     (engine,) = [int(pid) for path in children for pid in path.read_text().split()]
     os.kill(engine, signal.SIGKILL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,6 +101,12 @@ def test_processes_whose_pages_or_queries_travel_answer_alike(
         assert ask_until_loaded(llm, expected)
     with pytest.raises(ConfigError, match="every page"):
         open_llm(model, 2, remote_kv=remote_kv, placement="replicate", host_memory="0")
+
+
+@pytest.mark.parametrize("remote_kv", ["gather_kv", pytest.param("send_q", marks=pytest.mark.long)])
+def test_without_replicas_all_that_is_read_travels(
+    model: Path, expected: list[tuple[int, ...]], remote_kv: str
+) -> None:
     with open_llm(model, 2, remote_kv=remote_kv, host_memory="0", hot_replicas="0") as llm:
         assert ids(llm, PROMPTS) == expected
         assert llm._core.stats().cache.replicas is None
@@ -168,15 +175,27 @@ def test_pages_of_all_ranks_come_back_from_the_host(
     assert ask_until_loaded(pair, expected)
 
 
-@pytest.mark.parametrize("readers", [1, 2, 4])
+STORED = {"storage_size": "32MB", "host_memory": "1MB"}
+
+
+@pytest.fixture(scope="module")
+def stored(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that two ranks have written."""
+    folder = tmp_path_factory.mktemp("stored")
+    with open_llm(model, 2, storage=str(folder), **STORED) as llm:
+        ids(llm, PROMPTS)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "readers", [1, 3, *(pytest.param(count, marks=pytest.mark.long) for count in (2, 4))]
+)
 def test_a_directory_written_by_two_ranks_is_read_by_any_number(
-    model: Path, tmp_path: Path, expected: list[tuple[int, ...]], readers: int
+    model: Path, stored: Path, tmp_path: Path, expected: list[tuple[int, ...]], readers: int
 ) -> None:
     """O-25: what is stored names no rank, because it is the same whoever computed it."""
-    settings = {"storage": str(tmp_path), "storage_size": "32MB", "host_memory": "1MB"}
-    with open_llm(model, 2, **settings) as llm:
-        ids(llm, PROMPTS)
-    with open_llm(model, readers, **settings) as llm:
+    own = shutil.copytree(stored, tmp_path / "own")
+    with open_llm(model, readers, storage=str(own), **STORED) as llm:
         found = [llm.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
     assert [one.token_ids for one in found] == expected
     whole = [(len(prompt) - 1) // 4 * 4 for prompt in PROMPTS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -232,8 +233,9 @@ def test_a_listing_names_the_largest_prefixes_first(models: list[Path]) -> None:
     assert listed["prefixes"][0]["head"] == words(41, 41)[:32]
 
 
-_CHILD = """
-import random, sys
+_LIVES = """
+import os, random, sys
+import phloem.engine.build  # all that an engine needs, once for all lives
 from phloem.core.request import SamplingParams
 from phloem.engine import LLM
 def words(seed, count):
@@ -241,13 +243,60 @@ def words(seed, count):
     return [rng.randrange(2, 320) for _ in range(count)]
 model, directory, policy = sys.argv[1:]
 greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-with LLM(model, dtype="fp32", page_size=4, num_pages=60, max_model_len=128, threads=1,
-         host_memory="1MB", storage=directory, storage_size="4MB", write_policy=policy) as llm:
-    print("ready", flush=True)
-    for i in range(10**6):
-        llm.generate([words(1000 + i % 37, 40), words(1000 + i % 23, 60)], greedy)
-        print(i, flush=True)
+def live():
+    with LLM(model, dtype="fp32", page_size=4, num_pages=60, max_model_len=128, threads=1,
+             host_memory="1MB", storage=directory, storage_size="4MB", write_policy=policy) as llm:
+        print(os.getpid(), flush=True)
+        for i in range(10**6):
+            llm.generate([words(1000 + i % 37, 40), words(1000 + i % 23, 60)], greedy)
+            print(i, flush=True)
+for _ in sys.stdin:
+    child = os.fork()
+    if not child:
+        try:
+            live()
+        finally:
+            os._exit(1)
+    os.waitpid(child, 0)
+    print("over", flush=True)
 """
+
+
+class Lives:
+    """Engines one after another, each in a fork of one process, and killed."""
+
+    def __init__(self, model: Path, directory: Path, policy: str) -> None:
+        self._parent = subprocess.Popen(
+            [sys.executable, "-c", _LIVES, str(model), str(directory), policy],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            cwd=str(Path(__file__).resolve().parents[2]),
+            start_new_session=True,
+        )
+        self._watchdog = threading.Timer(100.0, os.killpg, (self._parent.pid, signal.SIGKILL))
+        self._watchdog.start()
+
+    def __enter__(self) -> Lives:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._watchdog.cancel()
+        self._parent.communicate()
+
+    def kill_one(self, after: int) -> None:
+        """Start an engine; kill it when it has answered so many times."""
+        assert self._parent.stdin is not None
+        assert self._parent.stdout is not None
+        self._parent.stdin.write("\n")
+        lines = iter(self._parent.stdout.readline, "")
+        child = next(lines, "over\n")
+        assert child != "over\n", "the engine did not begin"
+        for _ in range(after):
+            assert next(lines, "over\n") != "over\n", "the engine ended by itself"
+        os.kill(int(child), signal.SIGKILL)
+        assert "over\n" in lines
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
@@ -256,39 +305,16 @@ def test_an_engine_killed_at_random_leaves_no_wrong_page(
 ) -> None:
     """Killed (-9) five times at other moments of its work on one directory: afterwards every
     object is as it was put, the bound holds, and what is found there gives cold's answers."""
-    for kill_after in (1, 2, 5, 9, 14):
-        _kill_in_the_middle(models[0], tmp_path, policy, kill_after)
-        view = DirectoryView(str(tmp_path))
-        report = view.verify()
-        assert report.good, report
-        assert view.used_bytes <= 4 << 20
-        view.close()
+    with Lives(models[0], tmp_path, policy) as lives:
+        for kill_after in (1, 2, 5, 9, 14):
+            lives.kill_one(kill_after)
+            view = DirectoryView(str(tmp_path))
+            report = view.verify()
+            assert report.good, report
+            assert view.used_bytes <= 4 << 20
+            view.close()
     prompts = [words(1000 + i, 40) for i in range(5)]
     with open_llm(models[0], storage=str(tmp_path), storage_size="4MB") as llm:
         answers = llm.generate(prompts, GREEDY)
         assert sum(a.cached.storage for a in answers) > 0
         assert [a.token_ids for a in answers] == cold(models[0], prompts)
-
-
-def _kill_in_the_middle(model: Path, directory: Path, policy: str, kill_after: int) -> None:
-    root = str(Path(__file__).resolve().parents[2])
-    child = subprocess.Popen(
-        [sys.executable, "-c", _CHILD, str(model), str(directory), policy],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=root,
-    )
-    assert child.stdout is not None
-    watchdog = threading.Timer(60.0, child.kill)
-    watchdog.start()
-    try:
-        lines = 0
-        for _ in child.stdout:
-            lines += 1
-            if lines > kill_after:
-                break
-        child.send_signal(signal.SIGKILL)
-    finally:
-        watchdog.cancel()
-        child.wait()
-    assert lines > kill_after, "the engine ended by itself"

@@ -50,28 +50,42 @@ def check_twice(llm: LLM, expected: list[tuple[int, ...]]) -> None:
     assert llm.operate(VerifyCache()) == {"ok": True}
 
 
-@pytest.mark.parametrize(
-    ("cp", "remote_kv"),
-    [
-        (1, "direct"),
-        pytest.param(2, "direct", marks=pytest.mark.long),
-        (2, "gather_kv"),
-    ],
-)
-def test_rows_of_processes_answer_as_one_rank(
-    model: Path, expected: list[tuple[int, ...]], cp: int, remote_kv: str
-) -> None:
-    """A row owns pages: the memory of two pools where cp is 2, whatever tp is."""
-    before = set(rank_pids(os.getpid()))
+def open_rows(model: Path, cp: int, remote_kv: str) -> LLM:
     settings = {"remote_kv": remote_kv, "host_memory": "1MB", "num_pages": 120}
-    with open_llm(model, cp, tp=2, verify_collectives=True, **settings) as llm:
+    return open_llm(model, cp, tp=2, verify_collectives=True, **settings)
+
+
+def check_rows(llm: LLM, cp: int, expected: list[tuple[int, ...]]) -> None:
+    """A row owns pages: the memory of `cp` pools, whatever tp is."""
+    rows = dict(startup_rows(llm._core.facts))
+    assert rows["pages"].replace(",", "") == str(120 * cp)
+    assert rows["ranks"].startswith(f"{2 * cp} processes (cp {cp} x tp 2), 120 pages for each 2")
+    check_twice(llm, expected)
+
+
+@pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_row_of_processes_answers_as_one_rank(
+    model: Path, expected: list[tuple[int, ...]], cp: int
+) -> None:
+    before = set(rank_pids(os.getpid()))
+    with open_rows(model, cp, "direct") as llm:
         assert len(set(rank_pids(os.getpid())) - before) == 2 * cp - 1
-        rows = dict(startup_rows(llm._core.facts))
-        assert rows["pages"].replace(",", "") == str(120 * cp)
-        assert rows["ranks"].startswith(
-            f"{2 * cp} processes (cp {cp} x tp 2), 120 pages for each 2"
-        )
-        check_twice(llm, expected)
+        check_rows(llm, cp, expected)
+    assert set(rank_pids(os.getpid())) == before
+
+
+def test_rows_of_processes_answer_as_one_rank_and_a_killed_one_is_named(
+    model: Path, expected: list[tuple[int, ...]]
+) -> None:
+    """Pages travel. Its number is that among all, not in its row; all others end."""
+    before = set(rank_pids(os.getpid()))
+    with open_rows(model, 2, "gather_kv") as llm:
+        started = set(rank_pids(os.getpid())) - before
+        assert len(started) == 3
+        check_rows(llm, 2, expected)
+        os.kill(max(started), signal.SIGKILL)
+        with pytest.raises(EngineDead, match=r"rank [123] failed: its process was killed by"):
+            llm.generate(PROMPTS[0], GREEDY)
     assert set(rank_pids(os.getpid())) == before
 
 
@@ -97,17 +111,6 @@ def test_a_directory_of_one_mesh_is_read_by_another(
         found = [llm.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
     assert [one.token_ids for one in found] == expected
     assert [one.cached.storage for one in found] == whole
-
-
-def test_a_killed_rank_of_a_row_is_named(model: Path) -> None:
-    """By its number among all, not in its row. All others end."""
-    before = set(rank_pids(os.getpid()))
-    with open_llm(model, 2, tp=2) as llm:
-        started = set(rank_pids(os.getpid())) - before
-        os.kill(max(started), signal.SIGKILL)
-        with pytest.raises(EngineDead, match=r"rank [123] failed: its process was killed by"):
-            llm.generate(PROMPTS[0], GREEDY)
-    assert set(rank_pids(os.getpid())) == before
 
 
 def test_a_model_that_cannot_be_divided_is_refused_before_anything_starts(model: Path) -> None:

@@ -17,6 +17,7 @@ from phloem.attention import bands, gather_plan
 from phloem.kv.spec import KVDtype
 from phloem.worker.inputs import RankShare, StepInputs
 from tests.kernels.native_build import native_library
+from tests.long import checkered
 from tests.models.checkpoints import make_checkpoint, make_latent, make_windowed
 from tests.models.ranks import FULL, WINDOW, Ranks, Row
 from tests.models.test_against_transformers import TOLERANCE, prompt, relative_error
@@ -90,6 +91,31 @@ def compute(ranks: Ranks, borders: list[int] | None = None, seed: int = 0) -> No
                 ranks.slide(number, end, ranks.config.window)
 
 
+@pytest.fixture(scope="module")
+def alone(path):
+    """(family, page size, kernels) -> one rank that has computed both rows, whoever asks."""
+
+    @cache
+    def make(family: str, page_size: int, ops: str) -> Ranks:
+        one = Ranks(path(family), 1, page_size=page_size, kernels=ops)
+        admit_rows(one)
+        compute(one, seed=page_size)
+        return one
+
+    return make
+
+
+def assert_equal(ranks: Ranks, one: Ranks, kind: str) -> None:
+    """Logits of all tokens and all pages; `one` has computed already."""
+    admit_rows(ranks, kind)
+    compute(ranks, seed=ranks.page_size)
+    for number, length in enumerate(LENGTHS):
+        got, want = ranks.row_logits(number), one.row_logits(number)
+        assert len(got) == length
+        assert relative_error(got, want) < TOLERANCE
+    assert_pages_equal(ranks, one, exact=False)
+
+
 def pages_of(ranks: Ranks, component: int) -> list[torch.Tensor]:
     return [
         ranks.page(number, i, component)
@@ -110,43 +136,28 @@ def assert_pages_equal(ranks: Ranks, one: Ranks, *, exact: bool) -> None:
                 torch.testing.assert_close(got, want, rtol=0, atol=2e-4, equal_nan=True)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize(
-    ("num_ranks", "kind"), [(2, "striped"), (4, "striped"), (2, "random"), (4, "random")]
+    ("family", "page_size", "num_ranks", "kind", "kernels"),
+    checkered(FAMILIES, (1, 4, 16), (2, 4), ("striped", "random"), ("torch", "native")),
+    indirect=["kernels"],
 )
-def test_ranks_equal_one_rank(path, family, page_size, num_ranks, kind, kernels):
+def test_ranks_equal_one_rank(path, alone, family, page_size, num_ranks, kind, kernels):
     """Logits of all tokens and all pages, in chunks whose borders lie anywhere."""
-    one, ranks = (
-        Ranks(path(family), n, page_size=page_size, kernels=kernels) for n in (1, num_ranks)
-    )
-    for each in (one, ranks):
-        admit_rows(each, kind)
-        compute(each, seed=page_size)
-    for number, length in enumerate(LENGTHS):
-        got, want = ranks.row_logits(number), one.row_logits(number)
-        assert len(got) == length
-        assert relative_error(got, want) < TOLERANCE
-    assert_pages_equal(ranks, one, exact=False)
+    ranks = Ranks(path(family), num_ranks, page_size=page_size, kernels=kernels)
+    assert_equal(ranks, alone(family, page_size, kernels), kind)
 
 
 @pytest.mark.parametrize("family", LATENT)
 @pytest.mark.parametrize(("page_size", "num_ranks", "kind"), [(4, 2, "striped"), (1, 4, "random")])
 @pytest.mark.parametrize("kernels", ["torch", "reference", "native"])
-def test_ranks_share_latents(path, family, page_size, num_ranks, kind, kernels, monkeypatch):
+def test_ranks_share_latents(
+    path, alone, monkeypatch, *, family, page_size, num_ranks, kind, kernels
+):
     """As above, of one row a token that all heads share; a prefill between gaps is absorbed."""
     monkeypatch.setattr(gather_plan, "CONTEXT_BLOCK_TOKENS", 13)
     monkeypatch.setattr(bands, "FULL_BAND", 5)
-    one, ranks = (
-        Ranks(path(family), n, page_size=page_size, kernels=kernels) for n in (1, num_ranks)
-    )
-    for each in (one, ranks):
-        admit_rows(each, kind)
-        compute(each, seed=page_size)
-    for number in range(len(LENGTHS)):
-        error = relative_error(ranks.row_logits(number), one.row_logits(number))
-        assert error < TOLERANCE
-    assert_pages_equal(ranks, one, exact=False)
+    ranks = Ranks(path(family), num_ranks, page_size=page_size, kernels=kernels)
+    assert_equal(ranks, alone(family, page_size, kernels), kind)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,12 +17,14 @@ from phloem.attention import remote as remote_pages
 from phloem.core.errors import GroupError
 from phloem.core.remote import IN_PLACE, Remote, RemoteWays
 from phloem.groups.faulty import FaultyGroup
+from tests.long import checkered
 from tests.models.ranks import Ranks, Row
 from tests.models.test_against_transformers import TOLERANCE, prompt, relative_error
 from tests.models.test_ranks import (
     LATENT,
-    LENGTHS,
     admit_rows,
+    alone,
+    assert_equal,
     assert_pages_equal,
     compute,
     kernels,
@@ -30,7 +32,7 @@ from tests.models.test_ranks import (
     path,
 )
 
-__all__ = ["kernels", "path"]
+__all__ = ["alone", "kernels", "path"]
 
 GATHER, SEND = (RemoteWays.all(way) for way in (Remote.GATHER_KV, Remote.SEND_Q))
 WAYS = (GATHER, SEND)
@@ -45,27 +47,21 @@ def remote(request):
     return request.param
 
 
-def assert_equal(ranks: Ranks, one: Ranks, kind: str) -> None:
-    for each in (one, ranks):
-        admit_rows(each, kind)
-        compute(each, seed=ranks.page_size)
-    for number, length in enumerate(LENGTHS):
-        got, want = ranks.row_logits(number), one.row_logits(number)
-        assert len(got) == length
-        assert relative_error(got, want) < TOLERANCE
-    assert_pages_equal(ranks, one, exact=False)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "mistral"])
 @pytest.mark.parametrize(
-    ("page_size", "num_ranks", "kind"),
-    [(1, 2, "random"), (4, 2, "striped"), (4, 4, "random"), (16, 4, "striped")],
+    ("family", "page_size", "num_ranks", "kind", "kernels", "remote"),
+    checkered(
+        ("llama", "gemma3", "gpt_oss", "mistral"),
+        ((1, 2, "random"), (4, 2, "striped"), (4, 4, "random"), (16, 4, "striped")),
+        ("torch", "native"),
+        WAYS,
+    ),
+    indirect=["kernels", "remote"],
+    ids=str,
 )
-def test_ranks_equal_one_rank(path, family, page_size, num_ranks, kind, kernels, remote):
+def test_ranks_equal_one_rank(path, alone, *, family, page_size, num_ranks, kind, kernels, remote):
     """Chunks whose borders lie anywhere, decodes, windows that slide; and the same pages."""
-    one = Ranks(path(family), 1, page_size=page_size, kernels=kernels)
     ranks = Ranks(path(family), num_ranks, page_size=page_size, kernels=kernels, remote=remote)
-    assert_equal(ranks, one, kind)
+    assert_equal(ranks, alone(family, page_size, kernels), kind)
 
 
 @pytest.mark.parametrize("ways", MIXED, ids=str)
@@ -73,22 +69,32 @@ def test_ranks_equal_one_rank(path, family, page_size, num_ranks, kind, kernels,
     ("family", "num_ranks", "kind"),
     [("llama", 4, "random"), ("gemma3", 2, "striped"), ("v2-lite", 2, "random")],
 )
-def test_one_way_for_what_was_cached_and_another_for_the_chunk(path, family, num_ranks, kind, ways):
+def test_one_way_for_what_was_cached_and_another_for_the_chunk(
+    path, alone, family, num_ranks, kind, ways
+):
     """Chunks that begin in the middle of a page: such a page is the chunk's own."""
-    one = Ranks(path(family), 1, page_size=4, kernels="torch")
     ranks = Ranks(path(family), num_ranks, page_size=4, kernels="torch", remote=ways)
-    assert_equal(ranks, one, kind)
+    assert_equal(ranks, alone(family, 4, "torch"), kind)
 
 
-@pytest.mark.parametrize("family", LATENT)
-@pytest.mark.parametrize(("page_size", "num_ranks", "kind"), [(4, 2, "striped"), (1, 4, "random")])
-@pytest.mark.parametrize("ops", ["torch", "reference", "native"])
-def test_latents_travel_too(path, family, page_size, num_ranks, kind, ops, remote, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "page_size", "num_ranks", "kind", "ops", "remote"),
+    checkered(
+        LATENT,
+        ((4, 2, "striped"), (1, 4, "random")),
+        ("torch", "reference", "native"),
+        WAYS,
+    ),
+    indirect=["remote"],
+    ids=str,
+)
+def test_latents_travel_too(
+    path, alone, monkeypatch, *, family, page_size, num_ranks, kind, ops, remote
+):
     monkeypatch.setattr(gather_plan, "CONTEXT_BLOCK_TOKENS", 13)
     monkeypatch.setattr(bands, "FULL_BAND", 5)
-    one = Ranks(path(family), 1, page_size=page_size, kernels=ops)
     ranks = Ranks(path(family), num_ranks, page_size=page_size, kernels=ops, remote=remote)
-    assert_equal(ranks, one, kind)
+    assert_equal(ranks, alone(family, page_size, ops), kind)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
@@ -155,7 +161,12 @@ def test_faults_show(path, fault, kernels, monkeypatch):
         assert (error < TOLERANCE) == (fault == "none")
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "kernels", "remote"),
+    checkered(("llama", "gemma3"), ("torch", "native"), WAYS),
+    indirect=["kernels", "remote"],
+    ids=str,
+)
 def test_ranks_that_come_late_change_nothing(path, family, kernels, remote):
     """Whatever starts late or loses the core: no buffer is filled while it is read, and no order
     of arrival shows, to the last bit."""

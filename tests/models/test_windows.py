@@ -127,7 +127,7 @@ def test_ragged_batches(model, family, window, page_size, kernels):
         computed = ids + driver.sampled[row]
         got = driver.logits_of(row)
         assert relative_error(got, case.logits(computed)[: len(got)]) < TOLERANCE
-        assert driver.sampled[row] == case.greedy(ids, len(driver.sampled[row]))
+        assert case.would_say(ids, driver.sampled[row])
 
 
 def test_the_reference_ops_agree_as_well(model):

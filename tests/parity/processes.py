@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -36,8 +37,8 @@ def load_process_ranks(
     mesh: Mesh,
     children: list[subprocess.Popen[bytes]],
 ) -> LoadedWorker:
-    """As `load_local_ranks`, for models without windows; the processes are added to `children`, and
-    end when the worker is closed."""
+    """As `load_local_ranks`, for models without windows. The process that waits for all the others
+    is added to `children`; they end when the worker is closed."""
     assert options.num_pages is not None
     specs = kv_specs(
         read_model_config(path), dtype=kv_dtype_of(options), page_size=options.page_size
@@ -45,17 +46,19 @@ def load_process_ranks(
     seats = rank_seats(specs[0].shard_axis(mesh), 1)
     size_memory(seats[0], pool_layouts(specs, [options.num_pages]), options.max_running)
     told = {name: getattr(options, name) for name in (*TOLD, "kernels")}
-    wires = []
+    wires, passed = [], {}
     for seat in seats[1:]:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "tests.parity.rank_main", "--path", str(path)]
-        command += ["--socket", str(theirs.fileno()), "--seat", seat.to_json()]
-        command += ["--options", json.dumps(told), "--host-pages", str(options.host_pages)]
-        with theirs:
-            fds = (theirs.fileno(), *seat.fds)
-            children.append(subprocess.Popen(command, cwd=ROOT, pass_fds=fds))
-        seat.close()
+        passed[theirs.detach()] = seat
         wires.append(Wire(ours))
+    command = [sys.executable, "-m", "tests.parity.rank_main", "--path", str(path)]
+    command += ["--seats", json.dumps({wire: seat.to_json() for wire, seat in passed.items()})]
+    command += ["--options", json.dumps(told), "--host-pages", str(options.host_pages)]
+    fds = [*passed, *(fd for seat in passed.values() for fd in seat.fds)]
+    children.append(subprocess.Popen(command, cwd=ROOT, pass_fds=fds))
+    for wire, seat in passed.items():
+        os.close(wire)
+        seat.close()
     loaded = load_worker(path, options, place=seats[0].take())
     assert not isinstance(loaded.worker, RankedWorker)
     return replace(loaded, worker=RankedWorker(loaded.worker, wires))

@@ -18,7 +18,16 @@ from phloem.core.tokens import TOKEN_BYTES
 from phloem.tiers import TierConfig
 from tests.kernels.native_build import native_library
 from tests.models.checkpoints import make_checkpoint, make_latent
-from tests.parity.rig import Cold, Rig, check_all, leaves, raw_copies, settle, tokens_of
+from tests.parity.rig import (
+    Cold,
+    Rig,
+    check_all,
+    leaves,
+    longest_first,
+    raw_copies,
+    settle,
+    tokens_of,
+)
 from tests.parity.test_journeys import words
 from tests.parity.test_tiers import chat
 
@@ -106,6 +115,8 @@ def test_a_chat_in_packed_pages_stays_near_cold(
 
 def check_near(rig: Rig, cold: Cold, limit: float) -> None:
     """Logits near cold's on the tokens that the rig has chosen; copies as some step made them."""
+    for _, answer in longest_first(rig):
+        cold.logits(tuple(answer.prompt + answer.tokens))
     for serial, by_position in rig.logits.items():
         init = rig.recorder.inits[serial]
         prompt = tokens_of(init)[: init.num_prompt_tokens]

@@ -154,6 +154,7 @@ def test_bytes_after_every_journey_are_those_of_the_row_that_computed_them(
         rig.cache.evict(rig.cache.evictable_pages)
         assert rig.ask(history + answer.tokens + words(99, 3), 2).sources.host > 0
         assert check_exact(rig, cold) > 0
+    cold.close()
 
 
 def test_a_row_of_processes(models: Models) -> None:

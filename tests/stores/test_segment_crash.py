@@ -22,15 +22,16 @@ def drive(*args: object) -> dict[str, int]:
 
 
 @pytest.mark.timeout(180)
-def test_killed_at_200_points_it_never_serves_a_wrong_page(tmp_path: Path) -> None:
+@pytest.mark.parametrize("points", [80, pytest.param(200, marks=pytest.mark.long)])
+def test_killed_at_many_points_it_never_serves_a_wrong_page(tmp_path: Path, points: int) -> None:
     """No wrong page; what is offered is there; what was acknowledged is there, what was dropped
     is not; bound respected."""
-    result = drive("kill", tmp_path / "store", 20_26, 200)
-    assert result["points"] == 200
-    assert result["killed"] >= 195
-    assert result["offered"] > 5_000
-    assert result["promised"] > 500
-    assert result["dropped"] > 500
+    result = drive("kill", tmp_path / "store", 20_26, points)
+    assert result["points"] == points
+    assert result["killed"] >= 0.975 * points
+    assert result["offered"] > 25 * points
+    assert result["promised"] > 2.5 * points
+    assert result["dropped"] > 2.5 * points
 
 
 def test_three_processes_share_one_directory(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from phloem.cache import WindowConfig, check_invariants
 from phloem.kv.sizing import least_window_pages
 from phloem.sim import SimStorage
 from phloem.tiers import PREFETCH_POLICIES, WRITE_POLICIES, TierConfig
+from tests.long import few
 from tests.sched.rig import Rig, prompt_of
 from tests.sched.test_host_tier import FAILS
 from tests.sched.test_random_walk import RANKS, add_some
@@ -107,14 +108,14 @@ def lose_something(rig: Rig, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("seed", range(0, 700, 100))
+@pytest.mark.parametrize("seed", few(range(0, 700, 100), 4))
 def test_every_answer_of_a_walk_with_windows_and_tiers_is_cold(seed: int, page_size: int):
     walk(seed, page_size=page_size, steps=120)
 
 
 @pytest.mark.parametrize(("owners", "placement"), RANKS)
 @pytest.mark.parametrize("page_size", [4, 16])
-@pytest.mark.parametrize("seed", range(0, 300, 100))
+@pytest.mark.parametrize("seed", few(range(0, 300, 100), 2))
 def test_every_answer_with_windows_and_tiers_over_several_ranks_is_cold(
     seed: int, page_size: int, owners: int, placement: str
 ):
@@ -122,7 +123,7 @@ def test_every_answer_with_windows_and_tiers_over_several_ranks_is_cold(
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("seed", range(0, 300, 100))
+@pytest.mark.parametrize("seed", few(range(0, 300, 100), 2))
 def test_every_answer_of_walks_over_restarts_is_cold(seed: int, page_size: int):
     """Three engines with the same windows, and one storage that also loses pages of either kind."""
     storage = SimStorage()
