@@ -66,14 +66,17 @@ def leave(places: list[RankPlace]) -> None:
 
 
 @pytest.mark.parametrize(
-    "machines", [("", "", "", ""), (HERE, HERE, "a", "b")], ids=["apart", "row on one machine"]
+    "machines",
+    [("", "", "", ""), (HERE, HERE, "a", "b"), (HERE,) * 4],
+    ids=["apart", "one row on one machine", "all on one machine"],
 )
 def test_a_square_of_ranks_has_columns_and_rows(machines: tuple[str, ...]) -> None:
     """Red if two groups meet under one name, or a rank is taken for its number in another one; if a
     row that is on two machines takes itself to be on one. Sampled tokens come to all, those of the
     own row included."""
     places = places_of(ShardAxis(mesh=SQUARE, ranks_per_owner=2), machines)
-    kinds = [ShmGroup if machines[0] else TorchGroup] * 2 + [TorchGroup] * 2
+    shares = [machines[row] == machines[row + 1] == HERE for row in (0, 0, 2, 2)]
+    kinds = [ShmGroup if each else TorchGroup for each in shares]
     assert [type(place.row) for place in places] == kinds
 
     def play(rank: int) -> tuple[int, int, int]:

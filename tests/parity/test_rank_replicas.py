@@ -184,8 +184,10 @@ def test_latents_and_packed_pages_are_copied_as_they_are(
             check_all(rig, cold)
 
 
-def test_ranks_that_share_no_memory_read_replicas(tiny: Path, cold: Cold) -> None:
-    """As on several hosts: copies travel over the group, and no rank waits for a step's end."""
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_ranks_that_share_no_memory_read_replicas(tiny: Path, cold: Cold, tp: int) -> None:
+    """As on several hosts: copies travel over the group, and no rank waits for a step's end. Of a
+    row each rank copies what it holds."""
     with Rig(
         tiny,
         page_size=4,
@@ -193,6 +195,7 @@ def test_ranks_that_share_no_memory_read_replicas(tiny: Path, cold: Cold) -> Non
         max_prefill_tokens=20,
         max_running=4,
         ranks=2,
+        tp=tp,
         apart=True,
         remote=ways_of("gather_kv"),
         replicas=EAGER,
