@@ -263,15 +263,16 @@ def test_a_killed_leader_ends_the_others_with_an_error(launched: Launched) -> No
 def test_ranks_of_one_torchrun_share_memory_and_tiers(
     launched: Launched, expected: list[Any]
 ) -> None:
-    """Four processes of one machine; others' pages are read in place."""
-    launched.torchrun(1, 4, "--host-memory", "1MB")
+    """Two rows of one machine; others' pages are read in place, which ranks apart refuse."""
+    square = ("--cp", "2", "--tp", "2", "--remote-kv", "direct")
+    launched.torchrun(1, 4, *square, "--host-memory", "1MB")
     launched.wait_ready()
     check(launched, expected)
     (front, *_) = launched.children(0)
     launched.processes[0].send_signal(signal.SIGTERM)
     launched.statuses(30)
     assert not Path(f"/proc/{front}").exists()
-    assert "4 processes of 60 pages each" in launched.output()
+    assert "4 processes (cp 2 x tp 2), 60 pages for each 2 of them" in launched.output()
 
 
 @pytest.mark.long

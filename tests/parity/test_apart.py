@@ -33,8 +33,9 @@ CELLS = [
     ("v3-yarn", 1, 3, "send_q", True, "torch"),
     ("llama", 2, 1, "gather_kv", True, "torch"),
     ("llama-tied", 2, 2, "send_q", True, "torch"),
+    # Latents of rows in short: `test_native_kernels_compute_a_part_of_a_layer`.
     pytest.param("v3", 2, 1, "send_q", False, "torch", marks=pytest.mark.long),
-    ("v3-halves", 2, 2, "gather_kv", True, "torch"),
+    pytest.param("v3-halves", 2, 2, "gather_kv", True, "torch", marks=pytest.mark.long),
 ]
 
 
