@@ -15,6 +15,7 @@ from phloem.attention.native_mla import NativeLatentAttention
 from phloem.core.errors import ConfigError
 from phloem.worker import WorkerOptions, forward, load_worker
 from tests.kernels.native_build import native_library
+from tests.long import checkered
 from tests.models.checkpoints import LATENT, make_latent
 from tests.models.driver import Driver, load
 from tests.models.test_against_transformers import TOLERANCE, Case, prompt, relative_error
@@ -49,8 +50,12 @@ def kernels(request) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("pages_per_chunk", [1, 3, None])
+@pytest.mark.parametrize(
+    ("page_size", "pages_per_chunk", "way"),
+    checkered([1, 4, 16], [1, 3, None], WAYS),
+    indirect=["way"],
+    ids=str,
+)
 def test_logits_at_every_position_in_any_chunking(case, page_size, pages_per_chunk, way):
     ids = prompt(53)
     driver = Driver(load(case.path, page_size=page_size, kernels=way))

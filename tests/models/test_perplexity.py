@@ -92,12 +92,12 @@ def check(ids: list[int]) -> None:
 
 
 @pytest.mark.timeout(600)  # usually 20 s; three models on a busy machine
-def test_perplexity_of_a_page_or_two():
+def test_perplexity_of_a_page():
     """int8 within 1 % of the dequantised bf16 model; q4, which has the same weights, within 0.5 %.
 
     A scale that is lost, or a block whose halves are swapped, is far outside.
     """
-    check(tokens_of(BOOKS[0], 2 * ROW_TOKENS))
+    check(tokens_of(BOOKS[0], ROW_TOKENS))
 
 
 @pytest.mark.long

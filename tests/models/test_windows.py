@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from phloem.core.errors import ConfigError
+from tests.long import checkered
 from tests.models.checkpoints import WINDOWED, make_checkpoint, make_windowed
 from tests.models.driver import FULL, WINDOW, Driver, load
 from tests.models.test_against_transformers import (
@@ -76,8 +77,12 @@ def case_id(value: object) -> str:
     return str(value)
 
 
-@pytest.mark.parametrize(("family", "window", "page_size"), CASES, ids=case_id)
-@pytest.mark.parametrize("pages_per_chunk", [1, 3, None])
+@pytest.mark.parametrize(
+    ("family", "window", "page_size", "pages_per_chunk", "kernels"),
+    checkered(CASES, [1, 3, None], ["torch", "native"]),
+    indirect=["kernels"],
+    ids=case_id,
+)
 def test_logits_at_every_position_while_windows_slide(
     model, family, window, page_size, pages_per_chunk, kernels
 ):
@@ -244,8 +249,12 @@ def _check_restart(case: Case, driver: Driver, ids: list[int], ends: Ends) -> No
         assert relative_error(mine, theirs) < TOLERANCE, f"page {number} of the tail"
 
 
-@pytest.mark.parametrize(("family", "window", "page_size"), CASES, ids=case_id)
-@pytest.mark.parametrize("pages_per_chunk", [2, None])
+@pytest.mark.parametrize(
+    ("family", "window", "page_size", "pages_per_chunk", "kernels"),
+    checkered(CASES, [2, None], ["torch", "native"]),
+    indirect=["kernels"],
+    ids=case_id,
+)
 def test_a_restart_lower_down_equals_cold(
     model, family, window, page_size, pages_per_chunk, kernels
 ):
