@@ -16,6 +16,7 @@ None of this has run on hardware yet.
 from __future__ import annotations
 
 import datetime
+import queue
 import threading
 import time
 from collections.abc import Sequence
@@ -73,23 +74,47 @@ class Nccl:
     def meet(
         cls, store: Store, *, rank: int, size: int, device: torch.device, timeout_s: float
     ) -> Nccl:
-        """Connect the GPUs of all ranks, each of which calls it. Raises GroupError."""
+        """Connect the GPUs of all ranks, each of which calls it. Raises GroupError if they are not
+        connected within `timeout_s`: the library itself would wait for ever."""
         if not dist.is_nccl_available():
             raise GroupError("this build of PyTorch has no NCCL, over which ranks on GPUs exchange")
-        # A name that only such builds have.
+        outcomes: queue.SimpleQueue[Nccl | Exception] = queue.SimpleQueue()
+
+        def connect() -> None:
+            try:
+                outcomes.put(cls._connected(store, rank, size, device, timeout_s))
+            except Exception as error:  # the thread's entry point: raised by who waits for it
+                outcomes.put(error)
+
+        # Where it hangs it is left behind.
+        threading.Thread(target=connect, name="phloem-nccl", daemon=True).start()
+        try:
+            outcome = outcomes.get(timeout=timeout_s)
+        except queue.Empty:
+            raise GroupError(
+                f"{device} of rank {rank} has not been connected with the GPUs of the other "
+                f"{size - 1} ranks for {timeout_s:g} s; their output may say why"
+            ) from None
+        if isinstance(outcome, Exception):
+            why = (str(outcome).strip() or type(outcome).__name__).splitlines()[0]
+            raise GroupError(f"NCCL does not connect {device} of rank {rank}: {why}") from outcome
+        return outcome
+
+    @classmethod
+    def _connected(
+        cls, store: Store, rank: int, size: int, device: torch.device, timeout_s: float
+    ) -> Nccl:
+        # A name that only builds with NCCL have.
         from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options()
         options._timeout = datetime.timedelta(seconds=_LAST_RESORT * timeout_s)  # noqa: SLF001
-        try:
-            with torch.cuda.device(device):
-                backend = ProcessGroupNCCL(store, rank, size, options)
-                group = dist.ProcessGroup(store, rank, size)
-                group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)  # noqa: SLF001
-                made = cls(group, backend, device)
-                made.shake_hands(timeout_s)
-        except (RuntimeError, ValueError) as error:  # the latter if it finds no GPU
-            raise GroupError(f"NCCL does not connect {device} of rank {rank}: {error}") from error
+        with torch.cuda.device(device):
+            backend = ProcessGroupNCCL(store, rank, size, options)
+            group = dist.ProcessGroup(store, rank, size)
+            group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)  # noqa: SLF001
+            made = cls(group, backend, device)
+            made.shake_hands(timeout_s)
         return made
 
     def shake_hands(self, timeout_s: float) -> None:

@@ -227,6 +227,26 @@ def test_where_there_is_no_gpu_nccl_is_refused(driver: bool, monkeypatch) -> Non
         Nccl.meet(dist.HashStore(), rank=0, size=2, device=GPU, timeout_s=1.0)
 
 
+def test_gpus_that_are_never_connected_are_an_error_in_time(monkeypatch) -> None:
+    """The library would wait for a rank that has gone, without a deadline. And what it says comes
+    through."""
+    never = threading.Event()
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(Nccl, "_connected", lambda *_: never.wait(60))
+    how: dict[str, Any] = {"rank": 1, "size": 3, "device": GPU, "timeout_s": 0.05}
+    with pytest.raises(GroupError, match=r"^cuda:1 of rank 1 .* other 2 ranks for 0.05 s"):
+        Nccl.meet(dist.HashStore(), **how)
+    never.set()
+
+    def fail(*_: Any) -> Nccl:
+        raise ValueError("no such device\nand places in the library")
+
+    monkeypatch.setattr(Nccl, "_connected", fail)
+    told = r"^NCCL does not connect cuda:1 of rank 1: no such device$"
+    with pytest.raises(GroupError, match=told):
+        Nccl.meet(dist.HashStore(), **(how | {"timeout_s": 60.0}))
+
+
 class Answered(Library):
     """An all_reduce that has the sum of `ranks` ranks."""
 
