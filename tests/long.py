@@ -12,7 +12,7 @@ __all__ = ["checkered", "few"]
 
 
 def few(cases: Iterable[Any], count: int) -> list[Any]:
-    """The first `count` of them by default: of seeds, each of which is as good as another."""
+    """The first `count` by default: of seeds, or of numbers of steps, which only add up."""
     return [
         case if number < count else pytest.param(case, marks=pytest.mark.long)
         for number, case in enumerate(cases)
