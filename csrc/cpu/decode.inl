@@ -62,6 +62,13 @@ PHLOEM_INLINE vf row_vector(const typename R::Item *row, int64_t n, int64_t c) {
     else return R::template half<V>(row, n, c);
 }
 
+// The same beside twelve sums and three queries, which leave no register for a mask.
+template <class R, int V>
+PHLOEM_INLINE vf key_vector(const typename R::Item *row, int64_t n, int64_t c) {
+    if constexpr (R::kInterleaved && V == 1) return load_odd(row + c);
+    else return row_vector<R, V>(row, n, c);
+}
+
 // A part of n numbers of a row, in order, to the order in which its vectors come, and back.
 template <class R> static void to_row_order(const float *x, int64_t n, float *y) {
     int64_t c = 0;
@@ -92,7 +99,7 @@ PHLOEM_INLINE void add_products(const KeyPart<R> &part, const int64_t *at, int64
     for (int g = 0; g < G; ++g) x[g] = load(part.q + g * part.q_stride + c + (V == 1 ? W : 0));
 #pragma GCC unroll 4
     for (int i = 0; i < kTogether; ++i) {
-        vf k = row_vector<R, V>(part.base + at[i], part.n, c);
+        vf k = key_vector<R, V>(part.base + at[i], part.n, c);
 #pragma GCC unroll 4
         for (int g = 0; g < G; ++g) acc[g][i] = fma(x[g], k, acc[g][i]);
     }

@@ -61,7 +61,9 @@ struct Gemm {
         const auto longest = [&](int64_t step) {  // of a thread's shares, in pairs
             return ceil_div(ceil_div(pairs, step), threads) * step;
         };
-        for (int64_t step = std::min(best, pairs); step * us >= kLeastTaskUs; --step)
+        const int64_t unit = args.m == 1 ? 2 : 1;  // one row passes over four panels at once
+        for (int64_t step = std::min(best, pairs) / unit * unit;
+             step > 0 && step * us >= kLeastTaskUs; step -= unit)
             if (longest(step) < longest(best)) best = step;
         return best;
     }

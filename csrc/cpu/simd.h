@@ -66,6 +66,18 @@ template <int ODD> PHLOEM_INLINE vf load_half(const uint16_t *p) {
     memcpy(&u, p, sizeof u);
     return ODD ? (vf)(u & 0xffff0000u) : (vf)(u << 16);
 }
+// load_half<1> that leaves its mask in memory: for loops that need all of 16 registers.
+PHLOEM_INLINE vf load_odd(const uint16_t *p) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    static const vu mask = vu{} + 0xffff0000u;
+    vf x;
+    memcpy(&x, p, sizeof x);
+    __asm__("vpand %1, %0, %0" : "+x"(x) : "m"(mask));
+    return x;
+#else
+    return load_half<1>(p);
+#endif
+}
 PHLOEM_INLINE vf load(const int8_t *p) {
 #if defined(__AVX512F__)
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
