@@ -19,7 +19,6 @@ import os
 import queue
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -40,9 +39,6 @@ logger = logging.getLogger(__name__)
 _RECV_BYTES = 1 << 16
 _ORPHAN_GRACE_S = 2.0  # a step in flight may end in this time; then the process is torn down
 _LOAD_REPORT_S = 0.05
-# The worker's thread comes back to the interpreter after every layer, in the middle of what the
-# loop does about the step before: it need not wait for the end of that, or for the usual 5 ms.
-_SWITCH_S = 1e-4
 
 
 class _Wake:
@@ -222,7 +218,6 @@ def main() -> int:
     args = parser.parse_args()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
-    sys.setswitchinterval(_SWITCH_S)
     with socket.socket(fileno=args.socket) as sock:
         return CoreProcess(sock, Heartbeat(args.heartbeat)).run()
 
