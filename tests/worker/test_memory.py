@@ -26,6 +26,7 @@ WINDOW_AND_FULL = ["sliding_attention", "full_attention"]
 # all of them forks of one that has imported everything.
 SCRIPT = """
 import json, os, sys
+from pathlib import Path
 import numpy as np
 from phloem.core.plan import PageTableUpdate, RowInit, RowPlan, StepPlan
 from phloem.core.request import SamplingParams
