@@ -14,13 +14,14 @@ import pytest
 from tests.parity.rig import Cold, Rig, check_all
 from tests.parity.test_journeys import words
 
+STEPS = 1000
 
-@pytest.mark.parametrize("steps", [400, pytest.param(1000, marks=pytest.mark.long)])
+
 @pytest.mark.parametrize(("ranks", "host_pages"), [(2, 96), (3, 0)])
 def test_processes_that_share_a_small_pool(
-    tiny: Path, cold: Cold, ranks: int, host_pages: int, steps: int
+    tiny: Path, cold: Cold, ranks: int, host_pages: int
 ) -> None:
-    """Seeded requests that share heads, are retracted, aborted and evicted: so many steps each."""
+    """Seeded requests that share heads, are retracted, aborted and evicted: 1,000 steps each."""
     rng = random.Random(ranks)
     with Rig(
         tiny,
@@ -34,7 +35,7 @@ def test_processes_that_share_a_small_pool(
     ) as rig:
         heads = [words(rng.randrange(999), rng.randrange(8, 24)) for _ in range(4)]
         names = []
-        while rig.scheduler.stats().steps_total < steps:
+        while rig.scheduler.stats().steps_total < STEPS:
             if rig.scheduler.num_unfinished < 5:
                 prompt = rng.choice(heads) + words(len(names), rng.randrange(1, 16))
                 names.append(rig.add(prompt, rng.randrange(1, 70)))
@@ -44,7 +45,7 @@ def test_processes_that_share_a_small_pool(
         rig.loop.run_until_idle()
         stats = rig.scheduler.stats()
         assert stats.retractions_total > 0
-        assert rig.cache.leader.evicted_pages > steps // 10
+        assert rig.cache.leader.evicted_pages > STEPS // 10
         assert sum(answer.cached for answer in rig.answers.values()) > 0
         messages = rig.loaded.worker.messages
         assert set(messages.values()) == {messages[1]}
