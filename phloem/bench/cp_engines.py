@@ -21,6 +21,7 @@ from phloem.config import (
     ModelOptions,
     ParallelOptions,
     RuntimeOptions,
+    SchedulerOptions,
     TierOptions,
 )
 from phloem.core.namespace import make_namespace
@@ -59,6 +60,8 @@ class BenchEngine:
                 remote_kv=shape.remote_kv,  # type: ignore[arg-type]
             ),
             tiers=TierOptions(host_memory="0"),
+            # A prompt is one step, whose ranks meet in each layer once.
+            scheduler=SchedulerOptions(max_prefill_tokens=MAX_MODEL_LEN),
             runtime=RuntimeOptions(threads=shape.threads),
         )
         self._hooks = KeptChunks()
