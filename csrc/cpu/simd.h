@@ -182,11 +182,8 @@ PHLOEM_INLINE float hmax(vf v) {
 #endif
 }
 
-// e^x, relative error below 2e-7; exactly 0 below -87 (so also for -inf), inf above 88, NaN for NaN.
-PHLOEM_INLINE vf vexp(vf x) {
-    const vf low = set1(-87.0f), high = set1(88.3f);
-    vf c = x < low ? low : x;
-    c = c > high ? high : c;
+// e^c for c from -87 to 88.3, relative error below 2e-7.
+PHLOEM_INLINE vf exp_inside(vf c) {
     // Adding 1.5 * 2^23 rounds to an integer that can be read from the low bits.
     const vf magic = set1(12582912.0f);
     vf t = fma(c, set1(1.44269504088896341f), magic);
@@ -201,28 +198,22 @@ PHLOEM_INLINE vf vexp(vf x) {
     p = fma(p, r, set1(1.6666665459e-1f));
     p = fma(p, r, set1(5.0000001201e-1f));
     p = fma(p, r * r, r + 1.0f);
-    vf e = (vf)((vi)p + (n << 23));
+    return (vf)((vi)p + (n << 23));
+}
+// e^x; exactly 0 below -87 (so also for -inf), inf above 88, NaN for NaN.
+PHLOEM_INLINE vf vexp(vf x) {
+    const vf low = set1(-87.0f), high = set1(88.3f);
+    vf c = x < low ? low : x;
+    c = c > high ? high : c;
+    vf e = exp_inside(c);
     e = x < low ? vf{} : e;
     e = x > high ? set1(__builtin_inff()) : e;
     return x == x ? e : x;
 }
 // The same for x <= 0, or a NaN: to the bit.
 PHLOEM_INLINE vf vexp_down(vf x) {
-    const vf low = set1(-87.0f), magic = set1(12582912.0f);
-    vf c = vmax(low, x);
-    vf t = fma(c, set1(1.44269504088896341f), magic);
-    vi n = (vi)t - (vi)magic;
-    vf k = t - magic;
-    vf r = fma(k, set1(-0.693359375f), c);
-    r = fma(k, set1(2.12194440e-4f), r);
-    vf p = set1(1.9875691500e-4f);
-    p = fma(p, r, set1(1.3981999507e-3f));
-    p = fma(p, r, set1(8.3334519073e-3f));
-    p = fma(p, r, set1(4.1665795894e-2f));
-    p = fma(p, r, set1(1.6666665459e-1f));
-    p = fma(p, r, set1(5.0000001201e-1f));
-    p = fma(p, r * r, r + 1.0f);
-    vf e = (vf)((vi)p + (n << 23));
+    const vf low = set1(-87.0f);
+    vf e = exp_inside(vmax(low, x));
     e = x < low ? vf{} : e;
     return x == x ? e : x;
 }

@@ -23,8 +23,8 @@ __all__ = [
 
 # Tokens a page on each device: small where sharing is worth more than long copies.
 DEFAULT_PAGE_SIZE = {"cpu": 16, "cuda": 64}
-# As many as a processor needs to be at its best: with more, running answers and short prompts only
-# wait longer for long ones.
+# With more, a CPU computes long prompts no faster (docs/LOG.md), and running answers and short
+# prompts wait longer for them. On GPUs nothing has been measured.
 DEFAULT_PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import struct
 
-__all__ = ["FrameReader", "framed"]
+__all__ = ["FRAME_HEAD", "FrameReader", "framed"]
 
-_LENGTH = struct.Struct("<I")
+FRAME_HEAD = struct.Struct("<I")
 
 
 def framed(body: bytes) -> bytes:
     """A message as it travels."""
-    return _LENGTH.pack(len(body)) + body
+    return FRAME_HEAD.pack(len(body)) + body
 
 
 class FrameReader:
@@ -27,12 +27,12 @@ class FrameReader:
     def take(self) -> bytes | None:
         """The oldest body that is complete and was not taken yet; None if there is none."""
         buffer = self._buffer
-        if len(buffer) < _LENGTH.size:
+        if len(buffer) < FRAME_HEAD.size:
             return None
-        end = _LENGTH.size + _LENGTH.unpack_from(buffer)[0]
+        end = FRAME_HEAD.size + FRAME_HEAD.unpack_from(buffer)[0]
         if end > len(buffer):
             return None
-        body = bytes(buffer[_LENGTH.size : end])
+        body = bytes(buffer[FRAME_HEAD.size : end])
         del buffer[:end]  # moves nothing: a bytearray remembers where it begins
         return body
 

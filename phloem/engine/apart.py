@@ -23,6 +23,7 @@ from functools import partial
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from phloem.config.launch import Launch
 from phloem.core.errors import EngineDead, GroupError
 from phloem.core.mesh import ShardAxis
 from phloem.engine.row_seats import machine_name, named, row_seat
@@ -47,6 +48,19 @@ class Rendezvous:
     timeout_s: float
     machine: str = field(default_factory=machine_name)
     device: str = "cpu"
+
+    @classmethod
+    def of_launch(
+        cls, launch: Launch, store: Store, address: str, *, timeout_s: float, device: str
+    ) -> Rendezvous:
+        """Of a process that somebody else has started; it has met the others at `address`."""
+        return cls(
+            rank=launch.rank,
+            store=store,
+            address=LOOPBACK if launch.on_one_machine else address,
+            timeout_s=timeout_s,
+            device=device,
+        )
 
     @property
     def gpu(self) -> torch.device | None:

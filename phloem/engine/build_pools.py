@@ -136,12 +136,12 @@ def _num_bytes(specs: Sequence[KVSpec], num_pages: Sequence[int]) -> int:
     return sum(spec.page_bytes * pages for spec, pages in zip(specs, num_pages, strict=True))
 
 
-def _auto_kv_bytes(device: str, owners: int) -> int:
-    """Of one of several owners on this machine."""
+def _auto_kv_bytes(device: str, ranks_here: int) -> int:
+    """Of one of the ranks on this machine."""
     if device != "cpu" and torch.cuda.is_available():  # if not, load_worker says so
         free_bytes, _ = torch.cuda.mem_get_info(torch.device(device))
         return int(free_bytes * _KV_SHARE_OF_GPU)
-    return default_kv_bytes(available_memory_bytes()) // owners
+    return default_kv_bytes(available_memory_bytes()) // ranks_here
 
 
 def _check_memory(kv_bytes: int, host_bytes: int) -> None:

@@ -13,7 +13,7 @@ import signal
 from phloem.config import Config
 from phloem.config.launch import Launch
 from phloem.core.errors import EngineDead
-from phloem.engine.apart import LOOPBACK, Rendezvous, place_apart
+from phloem.engine.apart import Rendezvous, place_apart
 from phloem.engine.build_pools import Pools
 from phloem.engine.meeting import Met, find_leader, open_store
 from phloem.engine.rank_process import RankProcess, watch_leader
@@ -53,12 +53,8 @@ def _serve(launch: Launch, met: Met, timeout_s: float) -> int:
     def take(config: Config, pools: Pools) -> RankPlace:
         if seat is not None:
             return seat.take()
-        at = Rendezvous(
-            rank=launch.rank,
-            store=met.store,
-            address=LOOPBACK if launch.on_one_machine else met.address,
-            timeout_s=timeout_s,
-            device=pools.runs_on,
+        at = Rendezvous.of_launch(
+            launch, met.store, met.address, timeout_s=timeout_s, device=pools.runs_on
         )
         try:
             place = place_apart(at, pools.axis, config.scheduler.max_running)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from phloem.config.launch import Launch
 from phloem.core.errors import EngineDead
 from phloem.core.mesh import ShardAxis
-from phloem.engine.apart import LOOPBACK, Rendezvous, place_apart
+from phloem.engine.apart import Rendezvous, place_apart
 from phloem.engine.meeting import Meeting, open_store
 from phloem.engine.rank_seats import rank_seats
 from phloem.engine.rank_talk import RankTalk
@@ -32,12 +32,8 @@ class JoinedRanks(RankTalk):
         """Wait until all have joined. Raises ConfigError or EngineDead if they do not."""
         self._axis = axis
         meeting = Meeting(launch, open_store(launch, timeout_s), seated=self._seated)
-        self._rendezvous = Rendezvous(
-            rank=launch.rank,
-            store=meeting.store,
-            address=LOOPBACK if launch.on_one_machine else meeting.address,
-            timeout_s=timeout_s,
-            device=device,
+        self._rendezvous = Rendezvous.of_launch(
+            launch, meeting.store, meeting.address, timeout_s=timeout_s, device=device
         )
         self._socks = meeting.gather(timeout_s)
         self._wires = [Wire(sock) for sock in self._socks]

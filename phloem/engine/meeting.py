@@ -240,7 +240,7 @@ class _Card:
 
     place: int | str
     secret: bytes
-    seated: bool = False
+    seated: bool
 
     def to_json(self) -> str:
         fields = {"place": self.place, "secret": self.secret.hex(), "seated": self.seated}

@@ -8,7 +8,6 @@ submit --> jobs --> copy thread: a chunk at a time (layers of a load, pages of a
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
@@ -21,6 +20,7 @@ from phloem.core.refs import flat_slots
 from phloem.core.transfer import Transfer, TransferKind, TransferResult
 from phloem.transfer.component import ComponentMemory
 from phloem.transfer.jobs import CopyJob, next_job
+from phloem.transfer.layer_wait import wait_for_layer
 from phloem.transfer.page_link import LiveLoad, LoadNews
 from phloem.transfer.storage import StorageMover
 
@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 # One chunk: long enough that waking waiters costs nothing, short enough that a load need not wait.
 CHUNK_BYTES = 16 << 20
-# A step waits so long for a layer; then something is broken, and failing is better than hanging.
-LAYER_PATIENCE_S = 120.0
 _SLICE_S = 0.001  # with two things to wait for, each is looked at so often
 
 _COPIES = (TransferKind.BACKUP_HOST, TransferKind.LOAD_BACK)
@@ -150,15 +148,7 @@ class TransferEngine:
                 self._work.notify()
 
     def wait_layer(self, transfer_ids: tuple[int, ...], layer: int) -> None:
-        for transfer_id in transfer_ids:
-            with self._lock:
-                if not self._layers.wait_for(
-                    functools.partial(self._has_layer, transfer_id, layer), LAYER_PATIENCE_S
-                ):
-                    raise RuntimeError(
-                        f"layer {layer} of load {transfer_id} did not arrive within "
-                        f"{LAYER_PATIENCE_S:g} s"
-                    )
+        wait_for_layer(self._layers, self._has_layer, transfer_ids, layer)
 
     def _has_layer(self, transfer_id: int, layer: int) -> bool:
         """Whether nobody need wait; a load that is unknown has been complete for long."""

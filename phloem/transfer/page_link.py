@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
@@ -25,12 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from phloem.core.errors import GroupError
-from phloem.core.frames import framed
+from phloem.core.frames import FRAME_HEAD, framed
 
 __all__ = ["Get", "LiveLoad", "LoadNews", "Message", "PageLink", "Put"]
 
 _Bytes: TypeAlias = npt.NDArray[np.uint8]
-_LENGTH = struct.Struct("<I")
 _ACK = b"\x06"
 
 
@@ -111,9 +109,9 @@ class PageLink:
     def receive(self) -> Message:
         """The next message; what it announces is to be taken with `receive_bytes`."""
         with self._use() as sock:
-            head = bytearray(_LENGTH.size)
+            head = bytearray(FRAME_HEAD.size)
             _receive(sock, memoryview(head))
-            body = bytearray(_LENGTH.unpack(head)[0])
+            body = bytearray(FRAME_HEAD.unpack(head)[0])
             _receive(sock, memoryview(body))
         return _DECODER.decode(body)
 

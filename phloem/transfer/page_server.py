@@ -19,7 +19,7 @@ import numpy as np
 from phloem.core.errors import GroupError
 from phloem.pools import DevicePool
 from phloem.transfer.component import layers_needed
-from phloem.transfer.engine import LAYER_PATIENCE_S
+from phloem.transfer.layer_wait import wait_for_layer
 from phloem.transfer.page_link import Get, LiveLoad, LoadNews, Message, PageLink, Put
 from phloem.transfer.pool_bytes import PoolBytes
 
@@ -50,15 +50,7 @@ class PageServer:
     def wait_layer(self, transfer_ids: tuple[int, ...], layer: int) -> None:
         """See `LayerGate`. Of a load that nobody has told of yet, too; none is waited for after the
         link's end: what the step then computes is of no use to anybody."""
-        for transfer_id in transfer_ids:
-            with self._changed:
-                if not self._changed.wait_for(
-                    functools.partial(self._has_layer, transfer_id, layer), LAYER_PATIENCE_S
-                ):
-                    raise RuntimeError(
-                        f"layer {layer} of load {transfer_id} did not arrive within "
-                        f"{LAYER_PATIENCE_S:g} s"
-                    )
+        wait_for_layer(self._changed, self._has_layer, transfer_ids, layer)
 
     def step_finished(self, step: int) -> None:
         """The leader learns of it by the step's result, from all ranks."""

@@ -140,7 +140,7 @@ def test_a_card_that_an_earlier_leader_has_left_is_not_the_end(met, monkeypatch)
     with socket.socket() as gone:
         gone.bind(("127.0.0.1", 0))
         port = gone.getsockname()[1]
-    store.set(meeting._KEY, meeting._Card(port, b"old").to_json())
+    store.set(meeting._KEY, meeting._Card(port, b"old", False).to_json())
     monkeypatch.setattr(meeting.time, "sleep", lambda _s: store.set(meeting._KEY, card))
     close(find_leader(launch(1), store, PATIENT_S))
 

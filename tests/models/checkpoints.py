@@ -226,3 +226,15 @@ def make_latent(
     model = build_model(LATENT[family](**extra), seed)
     model.save_pretrained(folder)
     return model
+
+
+def make_wide(kind: str, folder: Path) -> bool:
+    """Write a model of any kind (windows are of 8 tokens) whose MLP is so wide that each of two
+    ranks has whole panels of it. Whether it has windows."""
+    if kind in LATENT:
+        make_latent(kind, folder, intermediate_size=128)
+    elif kind in WINDOWED:
+        make_windowed(kind, folder, window=8, intermediate_size=128)
+    else:
+        make_model(kind, intermediate_size=128).save_pretrained(folder)
+    return kind in WINDOWED

@@ -16,7 +16,7 @@ from phloem.kv.sizing import least_window_pages
 from phloem.models.row import Row
 from phloem.worker import SampledTokens
 from tests.kernels.native_build import native_library
-from tests.models.checkpoints import LATENT, make_latent, make_model, make_windowed
+from tests.models.checkpoints import make_wide
 from tests.parity.come_and_go import come_and_go
 from tests.parity.conftest import Models, Windowed
 from tests.parity.exact import check_exact, sum_row_by_row
@@ -132,14 +132,8 @@ def test_native_kernels_compute_a_part_of_a_layer(
 ) -> None:
     """An MLP wide enough that half of it is whole panels."""
     native_library()
-    if kind == "llama":
-        make_model(kind, intermediate_size=128).save_pretrained(tmp_path)
-    elif kind in LATENT:
-        make_latent(kind, tmp_path, intermediate_size=128)
-    else:
-        make_windowed(kind, tmp_path, window=8, intermediate_size=128)
+    windows = {"window_pages": 30} if make_wide(kind, tmp_path) else {}
     cold = Cold(tmp_path)
-    windows = {} if kind in ("llama", *LATENT) else {"window_pages": 30}
     with Rig(
         tmp_path,
         page_size=4,

@@ -19,7 +19,7 @@ from phloem.models.row import Row
 from phloem.tiers import TierConfig
 from phloem.worker.inputs import RankShare
 from tests.kernels.native_build import native_library
-from tests.models.checkpoints import LATENT, make_latent, make_model, make_windowed
+from tests.models.checkpoints import make_wide
 from tests.parity.come_and_go import come_and_go
 from tests.parity.conftest import Models, Windowed
 from tests.parity.exact import check_exact, sum_row_by_row
@@ -198,15 +198,9 @@ def test_native_kernels_compute_a_part_of_a_layer(
 ) -> None:
     """An MLP wide enough that half of it is whole panels; biases and post norms come once."""
     native_library()
-    if kind == "llama":
-        make_model(kind, intermediate_size=128).save_pretrained(tmp_path)
-    elif kind in LATENT:
-        make_latent(kind, tmp_path, intermediate_size=128)
-    else:
-        make_windowed(kind, tmp_path, window=8, intermediate_size=128)
-    cold = Cold(tmp_path)
-    windowed = kind not in ("llama", *LATENT)
+    windowed = make_wide(kind, tmp_path)
     windows = {"window_pages": 30, "window_host_pages": 80} if windowed else {}
+    cold = Cold(tmp_path)
     with Rig(
         tmp_path,
         page_size=4,

@@ -359,13 +359,13 @@ def told():
 def test_a_load_that_nobody_has_told_of_is_waited_for(told, monkeypatch):
     """The step's record may come before anything of the load; one that is over may be named too."""
     leader, server = told
-    monkeypatch.setattr("phloem.transfer.page_server.LAYER_PATIENCE_S", 0.01)
+    monkeypatch.setattr("phloem.transfer.layer_wait.LAYER_PATIENCE_S", 0.01)
     with pytest.raises(RuntimeError, match="layer 0 of load 7 did not arrive"):
         server.wait_layer((7,), 0)
     leader.send(LoadNews(7, (LiveLoad(6, 0, 2),)))
-    monkeypatch.setattr("phloem.transfer.page_server.LAYER_PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr("phloem.transfer.layer_wait.LAYER_PATIENCE_S", PATIENCE_S)
     server.wait_layer((7, 6), LAYERS[0][1])
-    monkeypatch.setattr("phloem.transfer.page_server.LAYER_PATIENCE_S", 0.01)
+    monkeypatch.setattr("phloem.transfer.layer_wait.LAYER_PATIENCE_S", 0.01)
     with pytest.raises(RuntimeError, match="layer 3 of load 6"):
         server.wait_layer((7, 6), LAYERS[0][2])
     server.wait_layer((6,), LAYERS[1][1])  # reads no page of that component

@@ -206,7 +206,7 @@ def test_closing_wakes_a_worker_that_waits_for_a_layer():
 
 
 def test_a_layer_that_never_comes_fails_the_step_instead_of_hanging_it(monkeypatch):
-    monkeypatch.setattr("phloem.transfer.engine.LAYER_PATIENCE_S", 0.01)
+    monkeypatch.setattr("phloem.transfer.layer_wait.LAYER_PATIENCE_S", 0.01)
     with Rig() as rig:
         load = rig.submit(LOAD, [0], [0], after_step=9)
         with pytest.raises(RuntimeError, match=f"layer 1 of load {load} did not arrive"):
