@@ -22,7 +22,7 @@ the row may read or write; what lies before them is never read, and nobody says 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from phloem.core.refs import NO_REFS, PageRefs
 from phloem.core.remote import IN_PLACE, RemoteWays
@@ -39,8 +39,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowInit:
+class RowInit(msgspec.Struct, frozen=True, kw_only=True):
     """A request takes a row. `tokens`: prompt and, after a retraction, what it had generated."""
 
     row: int
@@ -52,8 +51,7 @@ class RowInit:
     num_prompt_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageTableUpdate:
+class PageTableUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """From now on pages first_page ... first_page + len(refs) - 1 of the row's table are `refs`."""
 
     row: int
@@ -62,8 +60,7 @@ class PageTableUpdate:
     component: int = 0  # 0: full, 1: window
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowPlan:
+class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one request to compute: absolute positions start ... start + count - 1.
 
     `tokens` None means a future: the row's last sampled token, still unknown here (count == 1).
@@ -83,8 +80,7 @@ class RowPlan:
     window_from: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaPlan:
+class ReplicaPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Copies of pages of component 0 on ranks that do not own them: each a page (n,), and where its
     copy is (n,), on the rank that reads it in the page's stead.
 
@@ -93,16 +89,15 @@ class ReplicaPlan:
     Page tables, and who computes what, name the pages themselves and know of no copy.
     """
 
-    made: PageRefs = field(default_factory=lambda: NO_REFS)
-    made_at: PageRefs = field(default_factory=lambda: NO_REFS)
-    ready: PageRefs = field(default_factory=lambda: NO_REFS)
-    ready_at: PageRefs = field(default_factory=lambda: NO_REFS)
-    gone: PageRefs = field(default_factory=lambda: NO_REFS)
-    gone_at: PageRefs = field(default_factory=lambda: NO_REFS)
+    made: PageRefs = msgspec.field(default_factory=lambda: NO_REFS)
+    made_at: PageRefs = msgspec.field(default_factory=lambda: NO_REFS)
+    ready: PageRefs = msgspec.field(default_factory=lambda: NO_REFS)
+    ready_at: PageRefs = msgspec.field(default_factory=lambda: NO_REFS)
+    gone: PageRefs = msgspec.field(default_factory=lambda: NO_REFS)
+    gone_at: PageRefs = msgspec.field(default_factory=lambda: NO_REFS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One forward pass over a ragged batch of prefill chunks and decodes.
 
     `loads`: ids of LOAD_BACK transfers (submitted before this plan) whose pages its rows read. The
@@ -117,8 +112,8 @@ class StepPlan:
     admitted: tuple[RowInit, ...] = ()
     table_updates: tuple[PageTableUpdate, ...] = ()
     released: tuple[int, ...] = ()
-    freed_pages: PageRefs = field(default_factory=lambda: NO_REFS)  # of component 0
-    freed_window_pages: PageRefs = field(default_factory=lambda: NO_REFS)  # of component 1
+    freed_pages: PageRefs = msgspec.field(default_factory=lambda: NO_REFS)  # of component 0
+    freed_window_pages: PageRefs = msgspec.field(default_factory=lambda: NO_REFS)  # of component 1
     loads: tuple[int, ...] = ()
     remote: RemoteWays = IN_PLACE  # how ranks attend over each other's pages; all do the same
     replicas: ReplicaPlan | None = None  # None: nothing changes
@@ -128,8 +123,7 @@ class StepPlan:
         return sum(row.count for row in self.rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowResult:
+class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of one sampled row.
 
     `error`: only this row failed (e.g. NaN logits). Its token buffer gets some valid id all the
@@ -143,8 +137,7 @@ class RowResult:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker reports of a finished step; one RowResult for each row with `sample`."""
 
     step: int

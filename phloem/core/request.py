@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from phloem.core.errors import BadRequest
 
 __all__ = [
+    "NOTHING_CACHED",
     "CachedTokens",
     "FinishReason",
     "GenerateRequest",
@@ -134,8 +137,10 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputChunk:
+NOTHING_CACHED = CachedTokens()
+
+
+class OutputChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """New tokens of one request. The last chunk carries `finish`."""
 
     request_id: str
@@ -145,4 +150,4 @@ class OutputChunk:
     stop_token: int | None = None  # the id that ended it, if an id did
     error: str | None = None
     prompt_tokens: int = 0
-    cached: CachedTokens = field(default_factory=CachedTokens)
+    cached: CachedTokens = NOTHING_CACHED

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from phloem.core.request import CachedTokens, FinishReason, SamplingParams
+import msgspec
+
+from phloem.core.request import NOTHING_CACHED, CachedTokens, FinishReason, SamplingParams
 from phloem.core.stats import EngineStats
 from phloem.engine.commands import Command
 
@@ -74,8 +76,7 @@ class TextLogprob:
     top: tuple[TextLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextChunk:
+class TextChunk(msgspec.Struct, frozen=True, kw_only=True):
     """New text of one request; text held back (half a character, a possible stop) comes later.
 
     The last chunk carries `finish`, and `stop_reason` where a stop string or stop id ended it.
@@ -90,7 +91,7 @@ class TextChunk:
     error: str | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    cached: CachedTokens = field(default_factory=CachedTokens)
+    cached: CachedTokens = NOTHING_CACHED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

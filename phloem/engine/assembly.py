@@ -41,6 +41,8 @@ class TextAssembly:
         """
         assert not self.finished, f"request {chunk.request_id} has ended already"
         self._prompt_tokens, self._cached = chunk.prompt_tokens, chunk.cached
+        if len(chunk.tokens) == 1 and chunk.finish is None and not chunk.logprobs:
+            return self._feed_one(chunk)  # nearly always: the others may be slower
         text: list[str] = []
         taken = 0
         stop: str | None = None
@@ -65,6 +67,20 @@ class TextAssembly:
             finish=finish,
             stop_reason=stop if stop is not None else self._stop_id(chunk),
             error=chunk.error if stop is None else None,
+            prompt_tokens=chunk.prompt_tokens,
+            completion_tokens=self._num_tokens,
+            cached=chunk.cached,
+        )
+
+    def _feed_one(self, chunk: OutputChunk) -> TextChunk:
+        """`feed` of one token that does not end the answer by itself."""
+        text, stop = self._take(chunk.tokens)
+        self.finished = stop is not None
+        return TextChunk(
+            text=text,
+            tokens=chunk.tokens,
+            finish=None if stop is None else FinishReason.STOP,
+            stop_reason=stop,
             prompt_tokens=chunk.prompt_tokens,
             completion_tokens=self._num_tokens,
             cached=chunk.cached,

@@ -29,12 +29,17 @@ class Detokenizer:
         self._spell = spelling.token_bytes
         self._skipped = spelling.special_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._holds = False  # whether the decoder may hold the beginning of a character
 
     def feed(self, tokens: Iterable[int]) -> str:
         """The characters that these tokens complete."""
         skipped = self._skipped
         data = b"".join([self._spell(token) for token in tokens if token not in skipped])
-        return self._decoder.decode(data)
+        if not self._holds and data.isascii():  # nearly always
+            return data.decode("ascii")
+        text = self._decoder.decode(data)
+        self._holds = bool(self._decoder.getstate()[0])
+        return text
 
     def finish(self) -> str:
         """What is still held back, now that nothing follows."""

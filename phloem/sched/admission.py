@@ -116,10 +116,13 @@ class Admission:
             request.num_uncached = request.num_tokens - found * self._page_size
         return request.match
 
+    def on_pass(self) -> None:
+        """A pass of the scheduler begins."""
+        self.headroom.on_pass()
+
     def admit(self, view: PolicyView) -> None:
         """Start what can start, in the order of the queue; skip what does not fit."""
-        self.headroom.on_pass()
-        if not len(self._queue) or not self._running.tables.num_free:
+        if not self._running.tables.num_free:
             return
         if self._policy.uses_cache:
             self._credit = REFRESHES_PER_PASS

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from phloem.core.plan import RowResult
-from phloem.core.request import CachedTokens, FinishReason, OutputChunk
+from phloem.core.request import NOTHING_CACHED, FinishReason, OutputChunk
 from phloem.sched.state import RequestState
 
 __all__ = ["output_chunk"]
-
-_NOTHING_CACHED = CachedTokens()
 
 
 def output_chunk(
@@ -29,5 +27,5 @@ def output_chunk(
         stop_token=outcome.token if outcome is not None and is_stop else None,
         error=error,
         prompt_tokens=request.num_prompt,
-        cached=request.cached or _NOTHING_CACHED,
+        cached=request.cached or NOTHING_CACHED,
     )

@@ -41,6 +41,11 @@ class RunningSet:
         """The request admitted under `serial`, unless it has left."""
         return self._by_serial.get(serial)
 
+    def still_running(self, rows: Iterable[RowPlan]) -> list[RowPlan]:
+        """Those of `rows` whose requests have not left since they were planned."""
+        running = self._by_serial
+        return [row for row in rows if row.serial in running]
+
     def start(self, request: RequestState, reservation: Reservation) -> None:
         """QUEUED -> PREFILL: the request takes a row; its prompt's pages are all reserved."""
         request.phase = Phase.PREFILL

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from phloem.cache.node import Node
 from phloem.core.plan import StepPlan
@@ -98,7 +98,7 @@ def lose_a_table_update(patch: pytest.MonkeyPatch) -> None:
             seen[0] += 1
             if seen[0] != 3:
                 kept.append(update)
-        original(self, dataclasses.replace(plan, table_updates=tuple(kept)))
+        original(self, structs.replace(plan, table_updates=tuple(kept)))
 
     patch.setattr(RowTables, "apply", apply)
 
@@ -109,10 +109,10 @@ def shift_positions(patch: pytest.MonkeyPatch) -> None:
 
     def run_shifted(self: Runner, plan: StepPlan, free: FreePages | None) -> object:
         rows = tuple(
-            dataclasses.replace(r, start=r.start - 1) if r.count > 1 and r.start else r
+            structs.replace(r, start=r.start - 1) if r.count > 1 and r.start else r
             for r in plan.rows
         )
-        return original(self, dataclasses.replace(plan, rows=rows), free)
+        return original(self, structs.replace(plan, rows=rows), free)
 
     patch.setattr(Runner, "run", run_shifted)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from array import array
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from phloem.cache.components import ABSENT
 from phloem.cache.node import Node
@@ -146,8 +146,8 @@ def change_rows(patch: pytest.MonkeyPatch, **fields: int) -> None:
     original = Runner.run
 
     def run(self: Runner, plan: StepPlan, free: FreePages | None) -> object:
-        rows = tuple(dataclasses.replace(row, **fields) for row in plan.rows)
-        return original(self, dataclasses.replace(plan, rows=rows), free)
+        rows = tuple(structs.replace(row, **fields) for row in plan.rows)
+        return original(self, structs.replace(plan, rows=rows), free)
 
     patch.setattr(Runner, "run", run)
 
@@ -177,7 +177,7 @@ def lose_window_updates(patch: pytest.MonkeyPatch) -> None:
             seen[0] += update.component
             if not update.component or seen[0] % 3:
                 kept.append(update)
-        original(self, dataclasses.replace(plan, table_updates=tuple(kept)))
+        original(self, structs.replace(plan, table_updates=tuple(kept)))
 
     patch.setattr(RowTables, "apply", apply)
 

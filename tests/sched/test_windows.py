@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from phloem.cache import WindowConfig, check_invariants
 from phloem.core.errors import BadRequest, ConfigError
