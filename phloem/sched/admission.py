@@ -9,7 +9,7 @@ one waits for that page rather than computing it twice.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from phloem.core.request import CachedTokens
@@ -116,14 +116,12 @@ class Admission:
             request.num_uncached = request.num_tokens - found * self._page_size
         return request.match
 
-    def on_pass(self) -> None:
-        """A pass of the scheduler begins."""
-        self.headroom.on_pass()
-
-    def admit(self, view: PolicyView) -> None:
+    def admit(self, make_view: Callable[[], PolicyView]) -> None:
         """Start what can start, in the order of the queue; skip what does not fit."""
-        if not self._running.tables.num_free:
+        self.headroom.on_pass()
+        if not len(self._queue) or not self._running.tables.num_free:
             return
+        view = make_view()
         if self._policy.uses_cache:
             self._credit = REFRESHES_PER_PASS
             self._refresh_matches(view)

@@ -190,9 +190,7 @@ class Scheduler:
         """The next step; None if there is nothing to compute until a step in flight is applied."""
         self._pass_no += 1
         rows = self._plan_decodes()
-        self._admission.on_pass()
-        if len(self._queue):
-            self._admission.admit(self._view())
+        self._admission.admit(self._view)
         rows += self._plan_prefills()
         rows = self._running.still_running(rows)
         if not rows:
@@ -285,8 +283,6 @@ class Scheduler:
 
     def _plan_prefills(self) -> list[RowPlan]:
         prefills = [request for request in self._running if request.phase is Phase.PREFILL]
-        if not prefills:
-            return []
         remaining = [request.prefill_end - request.num_planned for request in prefills]
         counts = pack_prefills(remaining, self.config.max_prefill_tokens, self._page_size)
         rows = []

@@ -12,6 +12,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import cast
 
+from msgspec import structs
+
 from phloem.core.errors import EngineDead
 from phloem.core.request import FinishReason
 from phloem.engine.api import EngineClient, TextChunk, TextLogprob, TextRequest
@@ -63,7 +65,8 @@ class _Run:
         return chunk
 
     def _cut(self) -> TextChunk:
-        return replace(self.last, text="", tokens=(), logprobs=(), finish=FinishReason.ABORT)
+        cut = FinishReason.ABORT
+        return structs.replace(self.last, text="", tokens=(), logprobs=(), finish=cut)
 
 
 class Runs:
@@ -132,7 +135,9 @@ async def collect(source: ChunkStream) -> TextChunk:
             texts.append(last.text)
             tokens.extend(last.tokens)
             logprobs.extend(last.logprobs)
-    return replace(last, text="".join(texts), tokens=tuple(tokens), logprobs=tuple(logprobs))
+    return structs.replace(
+        last, text="".join(texts), tokens=tuple(tokens), logprobs=tuple(logprobs)
+    )
 
 
 async def merge(sources: Sequence[ChunkStream]) -> AsyncGenerator[tuple[int, TextChunk], None]:

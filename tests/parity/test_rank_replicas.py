@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from phloem.cache import ReplicaConfig
 from phloem.cache.page_replicas import PageReplicas
@@ -235,7 +235,7 @@ def read_before_it_is_ready(patch: pytest.MonkeyPatch) -> None:
 
     def plan(self: ReplicaLedger, step: int) -> ReplicaPlan | None:
         found = original(self, step)
-        return found and replace(found, ready=found.made, ready_at=found.made_at)
+        return found and structs.replace(found, ready=found.made, ready_at=found.made_at)
 
     patch.setattr(ReplicaLedger, "plan", plan)
 
