@@ -196,6 +196,21 @@ int32_t phloem_layer_forward(phloem_ctx *ctx, const phloem_layer *layer, const p
     });
 }
 
+int32_t phloem_layers_forward(phloem_ctx *ctx, const phloem_layer_step *steps, int32_t num_steps,
+                              const phloem_batch *const *batches, int32_t num_batches,
+                              void *hidden, int32_t dtype) {
+    if (!steps || !batches) return fail(PHLOEM_E_ARG, "layers: null pointer");
+    for (int32_t i = 0; i < num_steps; ++i) {
+        const phloem_layer_step &step = steps[i];
+        if (step.component < 0 || step.component >= num_batches)
+            return fail(PHLOEM_E_ARG, "layers: component %d of %d", step.component, num_batches);
+        if (int32_t code = phloem_layer_forward(ctx, step.layer, step.kv, batches[step.component],
+                                                hidden, dtype))
+            return code;
+    }
+    return PHLOEM_OK;
+}
+
 int32_t phloem_layer_project(phloem_ctx *ctx, const phloem_layer *layer, const phloem_kv_layer *kv,
                              const phloem_batch *batch, void *hidden, int32_t dtype, float *qkv) {
     if (!qkv) return fail(PHLOEM_E_ARG, "layer: null qkv");

@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define PHLOEM_ABI_VERSION 6
+#define PHLOEM_ABI_VERSION 7
 
 enum {
     PHLOEM_OK = 0,
@@ -164,6 +164,13 @@ typedef struct {
     int32_t gate; /* of the MLP: not NONE */
 } phloem_layer;
 
+typedef struct {
+    const phloem_layer *layer;
+    const phloem_kv_layer *kv;
+    int32_t component;
+    int32_t reserved;
+} phloem_layer_step;
+
 PHLOEM_API int32_t phloem_abi_version(void);
 PHLOEM_API const char *phloem_last_error(void);
 /* The best ISA of this processor among those proven by tests on real machines. */
@@ -224,7 +231,11 @@ PHLOEM_API int32_t phloem_attention(phloem_ctx *ctx, const phloem_attention_args
 PHLOEM_API int32_t phloem_layer_forward(phloem_ctx *ctx, const phloem_layer *layer,
                                         const phloem_kv_layer *kv, const phloem_batch *batch,
                                         void *hidden, int32_t dtype);
-/* The same in two calls, for who must know that K and V are written before any are read: up to
+/* Several layers, one after the other; each reads the batch of its component. */
+PHLOEM_API int32_t phloem_layers_forward(phloem_ctx *ctx, const phloem_layer_step *steps,
+                                         int32_t num_steps, const phloem_batch *const *batches,
+                                         int32_t num_batches, void *hidden, int32_t dtype);
+/* One layer in two calls, for who must know that K and V are written before any are read: up to
  * their write, and from attention on. qkv (num_tokens, (num_heads + 2 num_kv_heads) head_dim) is
  * the caller's, written by the first call, read and overwritten by the second one. */
 PHLOEM_API int32_t phloem_layer_project(phloem_ctx *ctx, const phloem_layer *layer,

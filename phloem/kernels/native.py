@@ -7,7 +7,7 @@ depends on the rows beside it, to the last bit. Not thread-safe: one call at a t
 from __future__ import annotations
 
 import ctypes as c
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from phloem.kernels.native_types import (
     NativeBatch,
     PackedWeight,
     address,
+    batch_pointers,
     dtype_number,
     kv_layer,
     rows_of,
@@ -271,6 +272,25 @@ class NativeKernels:
                 c.byref(layer),
                 c.byref(kv),
                 c.byref(batch.struct),
+                address(hidden),
+                dtype_number(hidden),
+            )
+        )
+
+    def layers_forward(
+        self, steps: c.Array[abi.LayerStep], batches: Sequence[NativeBatch | None], hidden: Tensor
+    ) -> None:
+        """`layer_forward` of several layers in one call; each reads its component's batch.
+
+        None for a component without layers.
+        """
+        abi.check(
+            self._lib.phloem_layers_forward(
+                self._ctx,
+                steps,
+                len(steps),
+                batch_pointers(batches),
+                len(batches),
                 address(hidden),
                 dtype_number(hidden),
             )

@@ -27,6 +27,7 @@ __all__ = [
     "KvLayer",
     "LatentArgs",
     "Layer",
+    "LayerStep",
     "RopeArgs",
     "Weight",
     "WeightFormat",
@@ -41,7 +42,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 PANEL = 16  # output columns that are packed together
 ISA_ENV = "PHLOEM_CPU_ISA"
 LIBRARY_ENV = "PHLOEM_CPU_LIBRARY"
@@ -257,6 +258,15 @@ class Layer(c.Structure):
     )
 
 
+class LayerStep(c.Structure):
+    _fields_ = (
+        ("layer", c.POINTER(Layer)),
+        ("kv", c.POINTER(KvLayer)),
+        ("component", _I32),
+        ("reserved", _I32),
+    )
+
+
 _KV, _BATCH = c.POINTER(KvLayer), c.POINTER(Batch)
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "phloem_abi_version": (_I32, ()),
@@ -284,6 +294,10 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "phloem_latent_write": (_I32, (_PTR, c.POINTER(LatentArgs), _KV, _BATCH)),
     "phloem_attention": (_I32, (_PTR, c.POINTER(AttentionArgs), _KV, _BATCH)),
     "phloem_layer_forward": (_I32, (_PTR, c.POINTER(Layer), _KV, _BATCH, _PTR, _I32)),
+    "phloem_layers_forward": (
+        _I32,
+        (_PTR, c.POINTER(LayerStep), _I32, c.POINTER(_BATCH), _I32, _PTR, _I32),
+    ),
     "phloem_layer_project": (_I32, (_PTR, c.POINTER(Layer), _KV, _BATCH, _PTR, _I32, _PTR)),
     "phloem_layer_finish": (_I32, (_PTR, c.POINTER(Layer), _KV, _BATCH, _PTR, _I32, _PTR)),
     "phloem_layer_output": (_I32, (_PTR, c.POINTER(Layer), _KV, _BATCH, _PTR, _I32, _PTR)),

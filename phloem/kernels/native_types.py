@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes as c
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +25,8 @@ __all__ = [
     "PackedWeight",
     "address",
     "aligned_bytes",
+    "batch_pointers",
+    "chain",
     "dtype_number",
     "kv_layer",
     "rows_of",
@@ -170,6 +175,24 @@ class NativeBatch:
     @property
     def num_tokens(self) -> int:
         return len(self.positions)
+
+
+def batch_pointers(batches: Sequence[NativeBatch | None]) -> c.Array[Any]:
+    """Where the batch of each component is; nowhere for None."""
+    pointers = (c.POINTER(abi.Batch) * len(batches))()
+    for i, batch in enumerate(batches):
+        if batch is not None:
+            pointers[i] = c.pointer(batch.struct)
+    return pointers
+
+
+def chain(steps: Sequence[tuple[abi.Layer, abi.KvLayer, int]]) -> c.Array[abi.LayerStep]:
+    """Layers and their components for `layers_forward`. Refers to the structs of `steps`."""
+    made = [
+        abi.LayerStep(layer=c.pointer(layer), kv=c.pointer(kv), component=component)
+        for layer, kv, component in steps
+    ]
+    return (abi.LayerStep * len(made))(*made)
 
 
 def kv_layer(buffer: KVBuffer, layer: int, *, rope_dim: int = 0) -> abi.KvLayer:

@@ -73,6 +73,7 @@ class Decoder:
         meta: Any,
         on_layer: Callable[[], None],
         on_written: Callable[[int], None] | None = None,
+        at_once: bool = False,  # noqa: ARG002 - a layer is many calls anyway
     ) -> Tensor:
         """As `Forward.forward`: K and V go to pages through `attention`, which has planned this
         batch as `meta`.

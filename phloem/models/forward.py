@@ -70,12 +70,15 @@ class Forward(Protocol):
         meta: Any,
         on_layer: Callable[[], None],
         on_written: Callable[[int], None] | None = None,
+        at_once: bool = False,
     ) -> Tensor:
         """Hidden states after the last layer, before the final norm: (N, hidden).
 
         `tokens` and `positions` are (N,) int64; N may be 0. `on_layer` is called after each layer;
         `on_written` with the number of each layer when the K and V of all N tokens are in their
         pages and nothing has been read yet: where ranks share requests, they meet there.
+        `at_once`: nothing happens between layers that they depend on, so where a pass is short
+        they may all be computed first, and `on_layer` be called once.
         """
         ...
 
@@ -98,6 +101,7 @@ class LayerCalls:
 
     on_layer: Callable[[], None]
     on_written: Callable[[int], None] | None
+    at_once: bool = False
 
     def written(self, layer: int) -> None:
         if self.on_written is not None:

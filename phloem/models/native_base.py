@@ -23,6 +23,10 @@ from phloem.models.row import Row
 
 __all__ = ["GATES", "NativeBase", "RopeAngles"]
 
+# Tokens times bytes of weights of a pass over which nobody minds if no heartbeat and no abort comes
+# in between: some tenths of a second.
+_SHORT_PASS_BYTES = 1 << 34
+
 GATES = {Activation.SILU: Gate.SILU, Activation.GELU_TANH: Gate.GELU_TANH}
 
 
@@ -79,9 +83,11 @@ class NativeBase(ABC):
         meta: Any,
         on_layer: Callable[[], None],
         on_written: Callable[[int], None] | None = None,
+        at_once: bool = False,
     ) -> Tensor:
         """As `Forward.forward`."""
-        calls = LayerCalls(on_layer=on_layer, on_written=on_written)
+        is_short = len(tokens) * self.weight_bytes <= _SHORT_PASS_BYTES
+        calls = LayerCalls(on_layer=on_layer, on_written=on_written, at_once=at_once and is_short)
         if not len(tokens):
             return pass_layers(self, attention, meta, calls, dtype=torch.float32)
         hidden = self._embed(tokens)

@@ -1,4 +1,4 @@
-"""The decoder on native CPU kernels: one call per layer, over packed weights.
+"""The decoder on native CPU kernels: one call per layer, or one for all, over packed weights.
 
 The same interface as `Decoder`; attention must be `NativeAttention` (its plan is what layers read).
 Between the steps of a layer activations are fp32; the residual keeps the model's dtype.
@@ -16,7 +16,7 @@ from phloem.config.model import LayerSpec, ModelConfig
 from phloem.kernels import KVBuffer
 from phloem.kernels.native import NativeKernels, kv_layer
 from phloem.kernels.native_abi import KvLayer, Layer
-from phloem.kernels.native_types import address
+from phloem.kernels.native_types import address, chain
 from phloem.models.forward import Attention, LayerCalls
 from phloem.models.native_base import GATES, NativeBase, RopeAngles
 from phloem.models.packing import PackedDecoder, PackedLayer
@@ -56,6 +56,7 @@ class NativeDecoder(NativeBase):
             (structs[number], kv_layer(self._buffers[component], index), component)
             for number, component, index in places
         )
+        self._chain = chain(self._steps)
 
     def _layers(self, hidden: Tensor, attention: Attention, meta: Any, calls: LayerCalls) -> None:
         """A layer attends by itself, unless that needs other ranks."""
@@ -63,6 +64,9 @@ class NativeDecoder(NativeBase):
             self._in_parts(hidden, attention, meta, calls)
         elif calls.on_written is not None or attention.exchanges:
             self._in_halves(hidden, attention, meta, calls)
+        elif calls.at_once:
+            self._kernels.layers_forward(self._chain, meta, hidden)
+            calls.on_layer()
         else:
             for layer, kv, component in self._steps:
                 self._kernels.layer_forward(layer, kv, meta[component], hidden)

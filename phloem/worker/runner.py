@@ -265,6 +265,7 @@ class Runner:
             meta=planned.meta,
             on_layer=layers.layer_done,
             on_written=self._on_written(plan),
+            at_once=not plan.loads,
         )
         if self._hooks.capture_logits is not None:
             self._capture(inputs, hidden, self._hooks.capture_logits)

@@ -13,9 +13,10 @@ from phloem.attention.native import NativeAttention
 from phloem.config.checkpoint import read_model_config
 from phloem.kernels import ReferenceOps
 from phloem.kernels.native import NativeKernels
+from phloem.kernels.native_types import chain
 from phloem.kv.layout import PageLayout, default_head_groups
 from phloem.kv.spec import AttentionKind, KVDtype, KVSpec
-from phloem.models import Decoder, Quantisation, load_weights
+from phloem.models import Decoder, Quantisation, load_weights, native_base
 from phloem.models.native_decoder import NativeDecoder
 from phloem.models.packing import load_packed
 from phloem.pools import DevicePool
@@ -147,6 +148,34 @@ def test_a_layer_in_two_calls_gives_the_same_bits(checkpoint, kernels, dtype):
         )
         assert torch.equal(got, one.logits(spans, tokens))
         assert told == [x for layer in range(3) for x in (layer, "over")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.value)
+def test_all_layers_in_one_call_give_the_same_bits(checkpoint, kernels, dtype, monkeypatch):
+    """As decodes are computed; a long pass goes layer by layer all the same, for the heartbeat."""
+    one, two = (Model(checkpoint, dtype, kernels=kernels) for _ in range(2))
+    made = []
+    monkeypatch.setattr(kernels, "layer_forward", lambda *_: made.append("layer"))
+    for spans, tokens in steps():
+        told = []
+        got = two.logits(spans, tokens, at_once=True, on_layer=lambda told=told: told.append(1))
+        assert told == [1]
+        assert not made
+        with monkeypatch.context() as plain:
+            plain.delattr(kernels, "layer_forward")
+            assert torch.equal(got, one.logits(spans, tokens))
+    monkeypatch.setattr(native_base, "_SHORT_PASS_BYTES", 0)
+    two.logits(spans, tokens, at_once=True)
+    assert made == ["layer"] * 3
+
+
+def test_a_layer_without_a_batch_is_refused(checkpoint, kernels):
+    model = Model(checkpoint, KVDtype.FP32, kernels=kernels)
+    steps_ = chain([(*model.decoder._steps[0][:2], 1)])
+    spans, tokens = next(steps())
+    meta = model.attention.plan((RaggedBatch(tuple(spans), model.page_size),))
+    with pytest.raises(ValueError, match="component 1 of 1"):
+        kernels.layers_forward(steps_, meta, torch.zeros(len(tokens), 64))
 
 
 def test_what_a_layer_keeps_between_its_calls_is_checked(checkpoint, kernels):

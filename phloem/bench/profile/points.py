@@ -42,6 +42,7 @@ ENGINE_POINTS = (
 NATIVE_POINTS = (
     Point("phloem.attention.native:NativeAttention.plan", "attention plan", "inputs"),
     Point("phloem.kernels.native:NativeKernels.embedding", "embedding", "layers"),
+    Point("phloem.kernels.native:NativeKernels.layers_forward", "all layers, one call", "layers"),
     Point("phloem.kernels.native:NativeKernels.layer_forward", "layers, one call each", "layers"),
     Point("phloem.models.native_base:NativeBase.logits", "output head", "head"),
 )
