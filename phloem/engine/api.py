@@ -101,7 +101,7 @@ class Health:
     alive: bool  # the engine process runs and has made progress recently, or is idle
     ready: bool  # the model is loaded and requests are accepted (not draining)
     idle: bool
-    progress: int  # grows with every pass of the loop and every layer computed
+    progress: int  # grows with every pass of the loop and as layers are computed
     since_progress_s: float
     reason: str = ""
     ended: bool = False  # the process is gone and will not come back

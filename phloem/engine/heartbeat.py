@@ -35,7 +35,7 @@ class LoopState(enum.IntEnum):
 
 
 class Pulse:
-    """One reading. `progress` grows with every pass and every layer."""
+    """One reading. `progress` grows with every pass and as layers are computed."""
 
     __slots__ = ("last_s", "progress", "state")
 

@@ -169,12 +169,12 @@ class NativeKernels:
 
     def embedding(self, ids: Tensor, table: PackedWeight, dtype: torch.dtype) -> Tensor:
         """Rows `ids` (m,) of table (vocab, d). Raises ValueError for an id outside the table."""
-        ids32 = ids.to(torch.int32).contiguous()
+        ids32 = np.ascontiguousarray(ids.numpy(), dtype=np.int32)
         out = torch.empty((len(ids), table.k), dtype=dtype)
         abi.check(
             self._lib.phloem_embedding(
                 self._ctx,
-                address(ids32),
+                ids32.ctypes.data,
                 c.byref(table.struct()),
                 address(out),
                 dtype_number(out),

@@ -40,7 +40,7 @@ class RopeAngles:
 
 
 class NativeBase(ABC):
-    """Owns `weights`, which `kernels` packed.
+    """Owns `weights`, which `kernels` packed; `weight_bytes` of them.
 
     `config` and `weights` may be a shard of a model, of which the ranks of `row` are the whole.
     """
@@ -56,6 +56,7 @@ class NativeBase(ABC):
     ) -> None:
         self.config = config
         self._kernels, self._weights, self._rope, self._row = kernels, weights, rope, row
+        self.weight_bytes = weights.num_bytes
 
     @property
     def device(self) -> torch.device:
@@ -68,11 +69,6 @@ class NativeBase(ABC):
     @property
     def num_positions(self) -> int:
         return int(self._rope.cos.shape[0])
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of what this decoder holds."""
-        return self._weights.num_bytes
 
     def forward(
         self,

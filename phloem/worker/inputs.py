@@ -130,13 +130,19 @@ def build_inputs(
     ids = [part.tokens(tables) for part in parts]
     last = [part.first + part.count - 1 for part in parts if part.samples]
     return StepInputs(
-        tokens=torch.from_numpy(np.concatenate(ids) if ids else np.empty(0, np.int64)).to(device),
-        positions=torch.from_numpy(batches[0].positions()).to(device),
+        tokens=_on(device, np.concatenate(ids) if ids else np.empty(0, np.int64)),
+        positions=_on(device, batches[0].positions()),
         batches=batches,
         rows=tuple(part.row for part in parts),
         sampled=tuple(part.row for part in parts if part.samples),
-        last_index=torch.tensor(last, dtype=torch.int64, device=device),
+        last_index=_on(device, np.array(last, dtype=np.int64)),
     )
+
+
+def _on(device: torch.device, ints: _Ints) -> Tensor:
+    """`ints` there. On a CPU nothing of PyTorch's runs, which would give the interpreter away."""
+    tensor = torch.from_numpy(ints)
+    return tensor if device.type == "cpu" else tensor.to(device)
 
 
 def build_batches(

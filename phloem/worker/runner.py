@@ -49,7 +49,8 @@ def _nothing() -> None:
 class Hooks:
     """What a runner tells or does besides its work.
 
-    `on_layer` is called after every layer (the heartbeat); `capture_logits` gets the logits of
+    `on_layer` is called after every layer, or once in a pass so short that its layers are one call
+    (the heartbeat); `capture_logits` gets the logits of
     every position; `nan_fill` poisons pages that the plan says were freed.
     """
 
@@ -326,8 +327,7 @@ class Runner:
         results: list[RowResult] = []
         for low in range(0, len(inputs.sampled), step):
             plans = inputs.sampled[low : low + step]
-            last = hidden.index_select(0, inputs.last_index[low : low + step])
-            logits = self._model.logits(last)
+            logits = self._model.logits(_rows_of(hidden, inputs.last_index, low, low + step))
             if not self._samples:
                 continue
             states = [self._tables.state(plan) for plan in plans]
@@ -356,6 +356,13 @@ class Runner:
                 if self._samples:
                     capture(row.serial, positions[low], logits)
                 low = high
+
+
+def _rows_of(hidden: Tensor, last_index: Tensor, low: int, high: int) -> Tensor:
+    """Rows last_index[low:high] of hidden. Where every token samples, those are all of them."""
+    if len(last_index) == len(hidden):
+        return hidden[low:high]
+    return hidden.index_select(0, last_index[low:high])
 
 
 class _NobodyWaits(Exception):
