@@ -1,4 +1,4 @@
-"""Native CPU kernels on tensors: products, paged attention, one call per decoder layer.
+"""Native CPU kernels on tensors: products, paged attention, one call per decoder layer or for many.
 
 Results equal `ReferenceOps` within the rounding of the output's dtype. A row's result never
 depends on the rows beside it, to the last bit. Not thread-safe: one call at a time per object.
