@@ -8,9 +8,12 @@
 namespace phloem {
 namespace {
 
-constexpr int64_t kTileRows = 64;     // query rows (tokens x heads of a group) of one tile
+// Queries (tokens x heads of a group) of one tile: many, since rows are unpacked once for all of
+// them, but so few that each thread has some tiles and that a tile's queries and sums stay in L2.
+constexpr int64_t kMostTileRows = 256, kLeastTileRows = 64, kTilesPerThread = 8;
+constexpr int64_t kTileCacheBytes = 256 << 10;
 constexpr int64_t kPartTokens = 256;  // context of one decode task; cuts lie at multiples of it
-constexpr int64_t kTilePartTokens = 288;  // of one that is a tile; whole blocks of keys
+constexpr int64_t kTilePartTokens = 288;  // of one that is a tile; whole blocks of tokens
 
 // A decode of so many heads on one is a tile of them: rows are unpacked once, not for three heads.
 constexpr int64_t kTileGroup = 12;
@@ -19,7 +22,7 @@ class Plan {
 public:
     Plan(phloem_ctx &ctx, const AttentionCall &call)
         : ctx_(ctx), call_(call), group_(call.args.num_heads / call.kv.num_kv_heads),
-          dim_(value_dim(call.kv)), tile_tokens_(std::max<int64_t>(1, kTileRows / group_)) {
+          dim_(value_dim(call.kv)), tile_tokens_(std::max<int64_t>(1, tile_rows() / group_)) {
         ctx_.items.clear();
         ctx_.merges.clear();
         const int32_t multiple = ctx.kernels->decode_dim_multiple;
@@ -68,6 +71,13 @@ private:
         const size_t next = (size_t)(i + ctx_.pool.size());
         if (next >= ctx_.items.size() || !ctx_.items[next].decode) return nullptr;
         return &ctx_.items[next].part;
+    }
+
+    int64_t tile_rows() const {
+        const int64_t fit = kTileCacheBytes / (4 * (call_.kv.head_dim + dim_));
+        const int64_t all = (int64_t)call_.batch.num_tokens * call_.args.num_heads;
+        const int64_t share = ceil_div(all, kTilesPerThread * ctx_.pool.size());
+        return std::max(kLeastTileRows, std::min({fit, share, kMostTileRows}));
     }
 
     int64_t first_seen_by(int32_t row, int32_t token) const {

@@ -218,7 +218,7 @@ static void decode_softmax(int64_t n, int64_t group, int64_t d, float softcap, f
     const int64_t padded = (n + W - 1) / W * W;
     for (int64_t g = 0; g < group; ++g) {
         float *row = s + g * kDecodeBlock;
-        if (softcap > 0) bend_scores(row, padded, softcap);
+        if (softcap > 0) bend_scores(row, padded, softcap, softcap);
         for (int64_t i = n; i < padded; ++i) row[i] = -__builtin_inff();
         vf top = load(row);
         for (int64_t i = W; i < padded; i += W) top = vmax(load(row + i), top);
@@ -289,7 +289,7 @@ static void decode_item(const AttentionCall &call, const DecodeItem &item, const
     const int64_t dv = value_dim(call.kv), lead = lead_dim(call.kv);
     float *q = scratch, *s = q + group * d, *in_order = s + group * kDecodeBlock;
     for (int64_t g = 0; g < group; ++g) {
-        read_query(call.args, item.token, item.kv_head * group + g, d, in_order);
+        read_query(call.args, item.token, item.kv_head * group + g, d, call.args.scale, in_order);
         to_row_order<R>(in_order, lead, q + g * d);
         to_row_order<R>(in_order + lead, d - lead, q + g * d + lead);
         ml[2 * g] = -__builtin_inff();

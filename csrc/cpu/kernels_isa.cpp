@@ -1,5 +1,5 @@
 // Compiled once per instruction set, each time with its own flags and PHLOEM_TABLE.
-#include "attention.inl"
+#include "attention_tile.inl"
 #include "blocks.inl"
 #include "decode.inl"
 #include "gemm.inl"
