@@ -22,7 +22,7 @@ constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 struct TileScratch {
     int64_t d, d_even, dv, rp;  // dv: numbers of a value; rp: panels of 16 queries
     int64_t v_stride, total = 0;  // floats
-    float *q, *o, *s, *k, *v, *m, *l, *row;
+    float *q, *o, *s, *k, *v, *m, *l, *rows;
     int32_t *pos;
 
     TileScratch(int64_t tokens, int64_t group, const phloem_kv_layer &kv, float *at = nullptr)
@@ -40,7 +40,7 @@ struct TileScratch {
         v = is_latent(kv) ? k : take(kBlock * dv);  // latents: the first numbers of the keys
         m = take(rp * kPanel);
         l = take(rp * kPanel);
-        row = take(imax(d, dv));
+        rows = take(kPanel * imax(d, dv));
         pos = (int32_t *)take(rp * kPanel);
     }
 };
@@ -55,17 +55,17 @@ static void tile_load_queries(const AttentionCall &call, const TileItem &item, i
     // Those that are bent first become exponents afterwards.
     const float scale = call.args.scale * (call.args.softcap > 0 ? 1.0f : kLog2e);
     for (int64_t r = 0; r < t.rp * kPanel; ++r) {
-        float *q = t.q + (r / kPanel) * t.d_even * kPanel + r % kPanel;
         t.m[r] = -__builtin_inff();
         t.l[r] = 0.0f;
-        int64_t token = item.tok0 + imin(r, rows - 1) / group;
+        const int64_t token = item.tok0 + imin(r, rows - 1) / group, at = r % kPanel;
         t.pos[r] = call.batch.positions[token];
-        if (r >= rows) {
-            for (int64_t i = 0; i < t.d; ++i) q[i * kPanel] = 0.0f;
-            continue;
-        }
-        read_query(call.args, token, item.kv_head * group + r % group, t.d, scale, t.row);
-        for (int64_t i = 0; i < t.d; ++i) q[i * kPanel] = t.row[i];
+        float *row = t.rows + at * t.d;
+        if (r < rows)
+            read_query(call.args, token, item.kv_head * group + r % group, t.d, scale, row);
+        else
+            memset(row, 0, sizeof(float) * t.d);
+        if (at == kPanel - 1)
+            transpose(t.rows, t.d, kPanel, t.d, t.q + r / kPanel * t.d_even * kPanel, kPanel);
     }
     memset(t.o, 0, sizeof(float) * t.rp * kPanel * t.dv);
 }
@@ -316,14 +316,16 @@ static void tile_block(const AttentionCall &call, const TileRows &rows, const Ti
 static void tile_results(const AttentionCall &call, const TileItem &item, int64_t group,
                          const TileScratch &t, float *o, float *ml) {
     for (int64_t r = 0; r < (item.tok1 - item.tok0) * group; ++r) {
-        const float *sums = t.o + r / kPanel * t.dv * kPanel + r % kPanel, m = t.m[r] * kLn2;
-        float *row = o ? o + r * t.dv : t.row;
-        for (int64_t c = 0; c < t.dv; ++c) row[c] = sums[c * kPanel];
+        const int64_t at = r % kPanel;
+        if (at == 0)
+            transpose(t.o + r / kPanel * t.dv * kPanel, kPanel, t.dv, kPanel, t.rows, t.dv);
+        float *row = t.rows + at * t.dv, m = t.m[r] * kLn2;
         if (!o) {
             write_output(call.args, item.tok0 + r / group, item.kv_head * group + r % group, t.dv,
                          row, m, t.l[r]);
             continue;
         }
+        memcpy(o + r * t.dv, row, sizeof(float) * t.dv);
         ml[2 * r] = m;
         ml[2 * r + 1] = t.l[r];
     }

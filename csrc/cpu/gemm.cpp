@@ -112,11 +112,21 @@ struct Gemm {
         return std::max(tile, std::min(rows, ceil_div(most, tile) * tile));
     }
 
+    // f(row0, rows, thread) over all rows, at most `most` of them at once: whole tiles, and as many
+    // for each thread, so that all of them end together.
+    template <class F> void over_rows(int64_t most, int64_t tile, const F &f) const {
+        const int64_t tiles = ceil_div(args.m, tile), threads = ctx.pool.size();
+        const int64_t tasks = std::min(tiles, ceil_div(ceil_div(args.m, most), threads) * threads);
+        ctx.pool.run(tasks, [&](int64_t i, int thread) {
+            const int64_t row0 = tiles * i / tasks * tile, end = tiles * (i + 1) / tasks * tile;
+            f(row0, std::min(end, args.m) - row0, thread);
+        });
+    }
+
     void many_rows() const {
-        const int64_t k = w.k, rows = rows_per_task(k * 4, ctx.kernels->rows_per_tile);
+        const int64_t k = w.k, tile = ctx.kernels->rows_per_tile, rows = rows_per_task(k * 4, tile);
         float *scratch = ctx.scratch.get<float>(ctx.pool.size() * rows * k);
-        ctx.pool.run(ceil_div(args.m, rows), [&](int64_t i, int thread) {
-            const int64_t row0 = i * rows, n = std::min(rows, args.m - row0);
+        over_rows(rows, tile, [&](int64_t row0, int64_t n, int thread) {
             const float *x = (const float *)args.x + row0 * args.x_stride;
             int64_t stride = args.x_stride;
             if (args.x_dtype != PHLOEM_F32) {
@@ -172,12 +182,11 @@ struct Gemm {
     }
 
     void many_rows_bf16() const {
-        const int64_t rows = rows_per_task(padded_k() * 2, ctx.bf16->rows_per_tile, 2);
+        const int64_t tile = ctx.bf16->rows_per_tile, rows = rows_per_task(padded_k() * 2, tile, 2);
         uint16_t *scratch = nullptr;
         if (!rounded_already())
             scratch = (uint16_t *)ctx.scratch.get<char>(ctx.pool.size() * rows * padded_k() * 2);
-        ctx.pool.run(ceil_div(args.m, rows), [&](int64_t i, int thread) {
-            const int64_t row0 = i * rows, n = std::min(rows, args.m - row0);
+        over_rows(rows, tile, [&](int64_t row0, int64_t n, int thread) {
             int64_t stride;
             const uint16_t *x =
                 round_rows(row0, n, scratch ? scratch + thread * rows * padded_k() : nullptr,
@@ -216,11 +225,11 @@ struct Gemm {
 
     void many_rows_blocks() const {
         const char *xq = rows_quantised();
-        const int64_t rows = rows_per_task(xq_row_bytes(), ctx.kernels->rows_per_tile);
-        ctx.pool.run(ceil_div(args.m, rows), [&](int64_t i, int) {
-            GemmTask t = task(nullptr, 0, i * rows, std::min(rows, args.m - i * rows));
+        const int64_t tile = ctx.kernels->rows_per_tile, rows = rows_per_task(xq_row_bytes(), tile);
+        over_rows(rows, tile, [&](int64_t row0, int64_t n, int) {
+            GemmTask t = task(nullptr, 0, row0, n);
             t.panel1 = panels;
-            ctx.kernels->gemm_blocks(t, xq + i * rows * xq_row_bytes());
+            ctx.kernels->gemm_blocks(t, xq + row0 * xq_row_bytes());
         });
     }
 };

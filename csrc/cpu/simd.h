@@ -147,6 +147,45 @@ PHLOEM_INLINE float hsum(vf v) {
     return (v[0] + v[2]) + (v[1] + v[3]);
 #endif
 }
+#if defined(__AVX2__)
+// y[c * y_stride + r] = x[r * x_stride + c], 8 by 8.
+PHLOEM_INLINE void transpose8(const float *x, int64_t x_stride, float *y, int64_t y_stride) {
+    __m256 pair[8], four[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        const __m256 a = _mm256_loadu_ps(x + i * x_stride), b = _mm256_loadu_ps(x + (i + 1) * x_stride);
+        pair[i] = _mm256_unpacklo_ps(a, b);
+        pair[i + 1] = _mm256_unpackhi_ps(a, b);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; ++j) {
+            four[i + 2 * j] = _mm256_shuffle_ps(pair[i + j], pair[i + j + 2], 0x44);
+            four[i + 2 * j + 1] = _mm256_shuffle_ps(pair[i + j], pair[i + j + 2], 0xee);
+        }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        _mm256_storeu_ps(y + i * y_stride, _mm256_permute2f128_ps(four[i], four[i + 4], 0x20));
+        _mm256_storeu_ps(y + (i + 4) * y_stride, _mm256_permute2f128_ps(four[i], four[i + 4], 0x31));
+    }
+}
+#endif
+// y[c * y_stride + r] = x[r * x_stride + c] for all rows and columns of x.
+static inline void transpose(const float *x, int64_t x_stride, int64_t rows, int64_t columns,
+                             float *y, int64_t y_stride) {
+    int64_t whole_rows = 0, whole = 0;
+#if defined(__AVX2__)
+    whole_rows = rows / 8 * 8;
+    whole = columns / 8 * 8;
+    for (int64_t r = 0; r < whole_rows; r += 8)
+        for (int64_t c = 0; c < whole; c += 8)
+            transpose8(x + r * x_stride + c, x_stride, y + c * y_stride + r, y_stride);
+#endif
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t c = r < whole_rows ? whole : 0; c < columns; ++c)
+            y[c * y_stride + r] = x[r * x_stride + c];
+}
 // The sums of four vectors.
 typedef float v4 __attribute__((vector_size(16)));
 PHLOEM_INLINE v4 hsums(const vf (&v)[4]) {

@@ -141,15 +141,54 @@ def test_scores_are_scaled_and_bent(kernels, count, softcap, scale):
     assert (lse - want_lse).abs().max() < 1e-5 * (1 + softcap)
 
 
-def test_a_chunk_equals_the_same_tokens_in_smaller_chunks(kernels):
-    """Bit for bit: sums are cut at absolute positions, not at the chunk's border."""
+@pytest.mark.parametrize("scale", [0.2, 9.0])
+@pytest.mark.parametrize("window", [0, 50, 150])
+def test_a_chunk_equals_the_same_tokens_in_smaller_chunks(kernels, window, scale):
+    """Bit for bit: sums are cut at absolute positions, not at the chunk's border, and shrink by
+    what their own query has seen, be it often (scores of a wide range) or never."""
     pages = Pages([250], shape=(6, 2, 2, 32), page_size=16, dtype=torch.float32)
     pages.fill(0, 0, 250)
     q, kv = torch.randn(250, 6, 32), kv_layer(pages.buffer, LAYER)
-    whole = kernels.attention(q, kv, pages.batch([250], [250]))
+    how = {"window": window, "scoring": Scoring(scale)}
+    whole = kernels.attention(q, kv, pages.batch([250], [250]), **how)
     for low, high in ((0, 100), (100, 103), (103, 250)):
-        part = kernels.attention(q[low:high], kv, pages.batch([high], [high - low]))
+        part = kernels.attention(q[low:high], kv, pages.batch([high], [high - low]), **how)
         assert torch.equal(part, whole[low:high])
+
+
+# Scores of each 60 positions: they rise by less and by more than what moves a query's reference,
+# fall until the weights are 0, and lie below what e^x can tell from 0.
+LEVELS = {
+    "rising": [-20, -16, -12, -11, 0, 4, 20, 24],
+    "falling": [24, 20, 4, 0, -11, -120, -200, -20],
+    "far": [-300, -298, -200, -196, -150, -300, -152, -149],
+}
+
+
+@pytest.mark.parametrize(
+    ("course", "softcap"), [("rising", None), ("falling", None), ("far", None), ("rising", 400.0)]
+)
+def test_scores_that_rise_and_fall_along_the_context(kernels, course, softcap):
+    """Equal to the definition wherever a query's greatest score lies and however it got there."""
+    shape, scoring, levels = (3, 1, 1, 32), Scoring(1.0, softcap), LEVELS[course]
+    context, count = 60 * len(levels), 30
+    pages = Pages([context], shape=shape, page_size=16, dtype=torch.float32)
+    pages.fill(0, 0, context)
+    direction = torch.nn.functional.normalize(torch.randn(32), dim=0)
+    for pos in range(context):
+        key = pages.buffer.data[pages.slots[0][pos // 16], 0, LAYER, 0, pos % 16, 0]
+        key.copy_(direction * levels[pos // 60] + key * 0.2)
+    q = direction + torch.randn(context, 3, 32) * 0.05
+    for end in range(count, context + 1, 150):
+        lse = torch.empty(count, 3)
+        part, batch = q[end - count : end], pages.batch([end], [count])
+        kv = kv_layer(pages.buffer, LAYER)
+        got = kernels.attention(part, kv, batch, lse=lse, scoring=scoring)
+        want, want_lse = paged_attention(
+            part, pages.buffer, LAYER, pages.slots[0], end - count, scoring=scoring
+        )
+        assert (got - want).abs().max() < 1e-4  # a score of 300 is known to 3e-5
+        assert (lse - want_lse).abs().max() < 2e-4
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
