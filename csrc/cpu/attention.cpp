@@ -108,9 +108,9 @@ private:
 
     // From the last tokens down: the longest tasks start first.
     void add_tiles(int32_t row, int32_t first, int32_t end) {
+        if (end == first) return;
         const int64_t tiles = ceil_div(end - first, tile_tokens_);
-        const int32_t step = (int32_t)ceil_div(end - first, std::max<int64_t>(tiles, 1));
-        if (tiles == 0) return;
+        const int32_t step = (int32_t)ceil_div(end - first, tiles);
         for (int64_t at = first + (ceil_div(end - first, step) - 1) * step; at >= first; at -= step)
             for (int32_t head = 0; head < call_.kv.num_kv_heads; ++head) {
                 const int32_t last = std::min(end, (int32_t)at + step);

@@ -5,8 +5,8 @@
 // lie transposed, S[token][16 queries] and O[number][16 queries]: softmax needs no horizontal step,
 // and rows of K and V are read as they lie.
 //
-// A block's part of that is 49 KiB at 64 numbers of fp32, S 6 KiB: S and the queries of a panel stay
-// in the first cache, the rest in the second one.
+// At 64 numbers a block of K and V is 48 KiB as fp32, the queries and S of a panel 4 and 6: these
+// stay in the first cache, the rest in the second one.
 #pragma once
 #include "attention.inl"
 #include "gemm.inl"

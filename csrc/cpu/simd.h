@@ -153,7 +153,8 @@ PHLOEM_INLINE void transpose8(const float *x, int64_t x_stride, float *y, int64_
     __m256 pair[8], four[8];
 #pragma GCC unroll 4
     for (int i = 0; i < 8; i += 2) {
-        const __m256 a = _mm256_loadu_ps(x + i * x_stride), b = _mm256_loadu_ps(x + (i + 1) * x_stride);
+        const __m256 a = _mm256_loadu_ps(x + i * x_stride);
+        const __m256 b = _mm256_loadu_ps(x + (i + 1) * x_stride);
         pair[i] = _mm256_unpacklo_ps(a, b);
         pair[i + 1] = _mm256_unpackhi_ps(a, b);
     }
@@ -166,8 +167,9 @@ PHLOEM_INLINE void transpose8(const float *x, int64_t x_stride, float *y, int64_
         }
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-        _mm256_storeu_ps(y + i * y_stride, _mm256_permute2f128_ps(four[i], four[i + 4], 0x20));
-        _mm256_storeu_ps(y + (i + 4) * y_stride, _mm256_permute2f128_ps(four[i], four[i + 4], 0x31));
+        const __m256 a = four[i], b = four[i + 4];
+        _mm256_storeu_ps(y + i * y_stride, _mm256_permute2f128_ps(a, b, 0x20));
+        _mm256_storeu_ps(y + (i + 4) * y_stride, _mm256_permute2f128_ps(a, b, 0x31));
     }
 }
 #endif
