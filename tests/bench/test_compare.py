@@ -226,6 +226,17 @@ def test_runs_of_other_commands_are_kept_and_the_last_of_each_figure_counts(tmp_
     assert "no --trace given" not in page  # the other run has it
 
 
+def test_over_best_of_several_runs_is_against_the_best_of_their_peers(tmp_path: Path) -> None:
+    """Whichever came last; of the same peers the last run counts, a better one before it or not."""
+    stem = str(tmp_path / "b")
+    for command, peer, theirs in (("a", "vllm", 1.0), ("b", "vllm", 2.0), ("c", "x", 8.0)):
+        facts = FACTS | {"peers": [{**FACTS["peers"][0], "peer": peer}]}
+        figures = figures_of([measured(peer, 1.0, theirs)])
+        write_report(stem, figures, facts, command=command, beside=saved_runs(stem))
+    page = (tmp_path / "b.md").read_text()
+    assert "| `second_turn_ttft_over_best` | 0.5000 |" in page
+
+
 @pytest.mark.parametrize("lacking", ["command", "peers", "machine", "results", None])
 def test_a_file_that_cannot_be_added_to_is_refused_at_once(
     tmp_path: Path, lacking: str | None

@@ -47,7 +47,7 @@ tokens a second more is better, of times to first token (`ttft`) less.
   distinct tokens. Phloem without a host tier, except beside llama.cpp, which keeps idle prompts in
   8 GiB of RAM by itself; `host_tier`: Phloem with 1 GB behind the pool.
 - `peak_rss`: peak resident memory of the server's processes, summed, after prefill and decode.
-- `_over_best`: against the peer that Phloem does worst against.
+- `_over_best`: against the peer that Phloem does worst against, of all runs.
 
 `phloem bench profile` takes Phloem's decode steps apart, scheduler and IPC included, and writes a
 trace for chrome://tracing or Perfetto.
@@ -127,19 +127,26 @@ def _run(number: int, run: Mapping[str, Any]) -> list[str]:
 
 
 def _ratio_table(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each figure as the last run that has measured it found it."""
-    found = {
-        result["name"]: (number, result)
-        for number, run in enumerate(runs, 1)
-        for result in run["results"]
-        if result["value"] is not None
-    }
+    """Each figure as the last run that has measured it found it; beside the best of several peers,
+    as that of the runs did which knows the best one."""
     rows = ["| figure | value | rounds p10 ... p90 | wanted | run |", "|---|---|---|---|---|"]
     for name, wanted in _TARGETS.items():
-        number, result = found.get(name, ("", None))
+        number, result = _last(runs, name)
         value = "not measured" if result is None else format_value(result["value"])
         rows.append(f"| `{name}` | {value} | {_spread(result)} | {wanted} | {number} |")
     return [*rows, ""]
+
+
+def _last(runs: Sequence[Mapping[str, Any]], name: str) -> tuple[int | str, Any]:
+    """Number of the run and the figure that stand for `name`; ("", None) if there is none."""
+    by_peers: dict[frozenset[str], tuple[int, Any]] = {}
+    for number, run in enumerate(runs, 1):
+        peers = frozenset(peer["peer"] for peer in run["peers"] if name.endswith("_over_best"))
+        for result in run["results"]:
+            if result["name"] == name and result["value"] is not None:
+                by_peers[peers] = number, result
+    # Of times, more is worse; of all other names there is one entry.
+    return max(by_peers.values(), key=lambda found: found[1]["value"], default=("", None))
 
 
 def _missing(runs: Sequence[Mapping[str, Any]]) -> list[str]:
