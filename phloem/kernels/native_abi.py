@@ -306,9 +306,6 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "phloem_copy_pages": (_I32, (_PTR, _PTR, _PTR, _PTR, _PTR, _I64, _I64)),
 }
 
-# These keep the interpreter's lock: giving it away and waiting for it again would take longer.
-_BRIEF = frozenset({"phloem_check_batch", "phloem_embedding", "phloem_argmax"})
-
 
 def library_path() -> Path | None:
     """Where the library is: PHLOEM_CPU_LIBRARY, in the package, or in a checkout's build folder."""
@@ -333,14 +330,13 @@ def library() -> c.CDLL:
             "cmake --build build/csrc"
         )
     try:
-        lib, brief = c.CDLL(str(path)), c.PyDLL(str(path))
+        lib = c.CDLL(str(path))
     except OSError as error:
         raise ConfigError(f"cannot load the native CPU kernels: {error}") from error
     try:
         for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(brief if name in _BRIEF else lib, name)
+            function = getattr(lib, name)
             function.restype, function.argtypes = result, arguments
-            setattr(lib, name, function)
     except AttributeError as error:
         raise ConfigError(f"{path} is not this version's library: {error}") from error
     if lib.phloem_abi_version() != ABI_VERSION:

@@ -131,17 +131,18 @@ def _ratio_table(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     as that of the runs did which knows the best one."""
     rows = ["| figure | value | rounds p10 ... p90 | wanted | run |", "|---|---|---|---|---|"]
     for name, wanted in _TARGETS.items():
-        number, result = _last(runs, name)
+        number, result = _standing(runs, name)
         value = "not measured" if result is None else format_value(result["value"])
         rows.append(f"| `{name}` | {value} | {_spread(result)} | {wanted} | {number} |")
     return [*rows, ""]
 
 
-def _last(runs: Sequence[Mapping[str, Any]], name: str) -> tuple[int | str, Any]:
+def _standing(runs: Sequence[Mapping[str, Any]], name: str) -> tuple[int | str, Any]:
     """Number of the run and the figure that stand for `name`; ("", None) if there is none."""
     by_peers: dict[frozenset[str], tuple[int, Any]] = {}
+    of_several = name.endswith("_over_best")
     for number, run in enumerate(runs, 1):
-        peers = frozenset(peer["peer"] for peer in run["peers"] if name.endswith("_over_best"))
+        peers = frozenset(peer["peer"] for peer in run["peers"] if of_several)
         for result in run["results"]:
             if result["name"] == name and result["value"] is not None:
                 by_peers[peers] = number, result
