@@ -135,9 +135,20 @@ class RankedWorker:
         if own is not None and not isinstance(own, GroupError):  # it is this rank that others miss
             logger.error("rank 0 failed", exc_info=own)
             return f"rank 0 failed: {type(own).__name__}: {own}"
+        return self._blame([] if own is None else [str(own)])
+
+    def _blame(self, missed: Sequence[str]) -> str:
+        """Under _changed: who it was. `missed`: what this rank says of others, who left it alone.
+
+        A rank that fails leaves its groups before it says why: that may be on its way still.
+        """
         self._changed.wait_for(lambda: bool(self._failures), _BLAME_S)
-        missed = [] if own is None else [str(own)]
         return next(iter((*self._failures.values(), *missed, *self._hearsay.values())))
+
+    def _left_alone(self, missed: str) -> EngineDead:
+        """What to raise where this rank's own part failed because of another one."""
+        with self._changed:
+            return EngineDead(self._blame([missed]))
 
     @property
     def messages(self) -> Mapping[int, int]:
@@ -150,8 +161,7 @@ class RankedWorker:
         try:
             return self._own.measure()
         except GroupError as error:
-            self._check()
-            raise EngineDead(f"ranks cannot be measured: {error}") from error
+            raise self._left_alone(f"ranks cannot be measured: {error}") from error
 
     def connect(self, hooks: RankHooks) -> None:
         """Where the log comes from and failures go to; before the first plan."""
@@ -200,9 +210,8 @@ class RankedWorker:
         plan = self._plans.popleft()
         try:
             own = self._own.collect()
-        except GroupError:
-            self._check()
-            raise
+        except GroupError as error:
+            raise self._left_alone(str(error)) from error
         while not self._all_done(plan.step, _LOOK_S):
             pass
         self._check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from phloem.core.errors import EngineDead
 from phloem.core.remote import LinkRates
 from phloem.groups import Link
 from phloem.worker import load_local_ranks, runner
+from phloem.worker.ranked import RankedWorker
 from tests.kernels.native_build import native_library
 from tests.models.checkpoints import LATENT, make_checkpoint, make_latent, make_windowed
 from tests.worker.rank_driver import Logits, RankDriver, striped
@@ -83,16 +85,30 @@ def test_models_of_all_kinds_are_measured(kind: str, tmp_path: Path) -> None:
     assert min(rates.linear_row_s, rates.pair_s, rates.memory_bytes_s) > 0
 
 
-def test_a_rank_that_cannot_measure_is_named(path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = runner.measure_rates
+@pytest.mark.parametrize("comes", ["first", "last"])
+def test_a_rank_that_cannot_measure_is_named(
+    comes: str, path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where what it says comes only after the others have seen it leave."""
+    real, left = runner.measure_rates, threading.Event()
 
     def broken(model, choice):
         if choice.group.rank == 1:
             raise ValueError("broken on purpose")
-        return real(model, choice)
+        try:
+            return real(model, choice)
+        finally:
+            left.set()
 
+    def late(worker: RankedWorker, rank: int, message) -> None:
+        assert left.wait(30)
+        take(worker, rank, message)
+
+    take = RankedWorker._take
     monkeypatch.setattr(runner, "measure_rates", broken)
     loaded = load_local_ranks(path, options(), 2)
+    if comes == "last":
+        monkeypatch.setattr(RankedWorker, "_take", late)
     with pytest.raises(EngineDead, match=r"^rank 1 failed: ValueError: broken on purpose"):
         loaded.worker.measure()
     loaded.worker.close()
