@@ -61,7 +61,9 @@ class BenchEngine:
             ),
             tiers=TierOptions(host_memory="0"),
             # A prompt is one step, whose ranks meet in each layer once.
-            scheduler=SchedulerOptions(max_prefill_tokens=MAX_MODEL_LEN),
+            scheduler=SchedulerOptions(
+                max_prefill_tokens=MAX_MODEL_LEN, prefill_slice=MAX_MODEL_LEN
+            ),
             runtime=RuntimeOptions(threads=shape.threads),
         )
         self._hooks = KeptChunks()

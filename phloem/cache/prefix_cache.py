@@ -123,6 +123,11 @@ class PrefixCache:
             namespace, tokens, end, found, page_bytes, tree.epoch, config=self.window
         )
 
+    def touch(self, match: Match) -> None:
+        """Somebody waits for what matched: of all that is unlocked it goes last."""
+        if match.num_pages:
+            self.leader.touch(match.node)
+
     def can_reserve(self, match: Match, num_new_pages: int, *, restart: bool = False) -> bool:
         """Whether `reserve` would succeed now."""
         match, num_new_pages = self._refresh(match, num_new_pages)

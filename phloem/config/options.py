@@ -26,6 +26,10 @@ DEFAULT_PAGE_SIZE = {"cpu": 16, "cuda": 64}
 # With more, a CPU computes long prompts no faster (docs/LOG.md), and running answers and short
 # prompts wait longer for them. On GPUs nothing has been measured.
 DEFAULT_PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
+DEFAULT_PREFILL_SLICE = {"cpu": 512, "cuda": 16384}
+# From how many tokens on a step takes as long as it has tokens: 64 cost a CPU as much as reading
+# all weights of SmolLM2 ten times. A GPU's steps are filled up.
+PREFILL_FILL = {"cpu": 64, "cuda": 16384}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +258,12 @@ class SchedulerOptions:
     )
     max_prefill_tokens: int | None = setting(
         None,
-        "prompt tokens of one step; longer prompts go in chunks; default: cpu 1024, cuda 16384",
+        "prompt tokens between two tokens of an answer; default: cpu 1024, cuda 16384",
+        low=1,
+    )
+    prefill_slice: int | None = setting(
+        None,
+        "prompt tokens of one step, the shortest prompt first; default: cpu 512, cuda 16384",
         low=1,
     )
     max_running: int = setting(
@@ -329,11 +338,13 @@ class Config:
     runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
 
     def __post_init__(self) -> None:
-        budget = self.scheduler.max_prefill_tokens
-        if budget is not None and budget < self.page_size:
-            raise ConfigError(
-                f"--max-prefill-tokens {budget} is less than one page of {self.page_size} tokens"
-            )
+        for name in ("max_prefill_tokens", "prefill_slice"):
+            tokens = getattr(self.scheduler, name)
+            if tokens is not None and tokens < self.page_size:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {tokens} is less than one page of "
+                    f"{self.page_size} tokens"
+                )
         if not self.cache.prefix_cache and self.tiers.host_memory_bytes != 0:
             raise ConfigError(
                 "--no-prefix-cache leaves nothing to keep in --host-memory or --storage"
@@ -366,5 +377,16 @@ class Config:
 
     @property
     def max_prefill_tokens(self) -> int:
-        """Prompt tokens of a step, with the default of the device, which is a page at least."""
+        """Prompt tokens between two decodes, with the device's default: a page at least."""
         return self.scheduler.max_prefill_tokens or DEFAULT_PREFILL_TOKENS[self.model.device]
+
+    @property
+    def prefill_slice(self) -> int:
+        """Prompt tokens of a step, with the device's default: a page at least."""
+        asked = self.scheduler.prefill_slice or DEFAULT_PREFILL_SLICE[self.model.device]
+        return max(self.page_size, min(asked, self.max_prefill_tokens))
+
+    @property
+    def prefill_fill(self) -> int:
+        """Up to how many tokens a step's prompts share it."""
+        return min(PREFILL_FILL[self.model.device], self.prefill_slice)

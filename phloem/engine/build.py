@@ -105,7 +105,7 @@ def worker_options(
         window_pages=pools.device[1] if windows else None,
         max_running=config.scheduler.max_running,
         max_model_len=config.model.max_model_len,
-        max_prefill_tokens=config.max_prefill_tokens,
+        max_prefill_tokens=config.prefill_slice,
         threads=_threads(config, pools),
         kernels=config.runtime.kernels,
         quantization=config.model.quantization,

@@ -102,7 +102,7 @@ def plan_pools(
     demand = PoolDemand(
         max_model_len=config.model.max_model_len or model.max_position,
         max_running=config.scheduler.max_running,
-        max_prefill_tokens=config.max_prefill_tokens,
+        max_prefill_tokens=config.prefill_slice,
         checkpoint=0 if window is None else _checkpoint(config, window),
         ratio=config.cache.window_pool_ratio,
     )

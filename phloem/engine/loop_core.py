@@ -139,6 +139,8 @@ def make_loop_core(
             # A burst that finds an idle engine is all "queued" for one pass.
             max_queued=options.max_queued + options.max_running,
             max_prefill_tokens=config.max_prefill_tokens,
+            prefill_slice=config.prefill_slice,
+            prefill_fill=config.prefill_fill,
             policy=options.schedule_policy,
             overlap=options.overlap,
             eos_ids=eos_ids,

@@ -1,7 +1,11 @@
 """The loop of one rank.
 
-    plan k+1 -> submit k+1 -> collect k -> apply k -> emit        (overlap: depth 1)
-    plan k   -> submit k   -> collect k -> apply k -> emit        (no overlap: depth 0)
+    plan k+1 -> submit k+1 -> collect k -> apply k -> emit        (overlap)
+    plan k   -> submit k   -> collect k -> apply k -> emit        (no overlap, or k is long)
+
+Plan k+1 is made as late as it may be: who comes while k runs is in it, and does not see the pages
+that it will reuse given to somebody else first. A client that goes on talking asks a few
+milliseconds after its answer has ended.
 
 One thread calls everything here. The loop never waits when it has nothing to do: `step` returns
 False, and whoever drives it waits for the next request. While it waits for the worker it calls
@@ -20,6 +24,7 @@ from phloem.core.plan import StepResult
 from phloem.core.protocols import Worker
 from phloem.core.request import GenerateRequest, OutputChunk
 from phloem.core.stats import EngineStats
+from phloem.loop.step_times import StepTimes
 from phloem.sched import Scheduler
 from phloem.tiers import TierController
 
@@ -65,6 +70,7 @@ class EngineLoop:
         self._on_wait = on_wait
         self._depth = 1 if scheduler.config.overlap else 0
         self._draining = False
+        self._times = StepTimes(clock)
 
     @property
     def idle(self) -> bool:
@@ -105,27 +111,54 @@ class EngineLoop:
         self._beat()
         if self.dead is not None:
             return False
-        plan = self.scheduler.plan()
+        plan = None
+        if self.scheduler.may_plan_ahead:
+            self._wait_for_arrivals()
+            started_s = self.clock.now_s()
+            plan = self.scheduler.plan()
         waiting = self.scheduler.num_in_flight
         result = None
         try:
             if plan is not None:
                 self._worker.submit(plan)
+                self._times.submitted(plan, self.clock.now_s() - started_s)
         except Exception as error:  # whatever it was: the worker is unusable now
             return self._die(error)
         if waiting > self._depth or (waiting and plan is None):
             while not self._worker.wait(WAIT_S):
-                self._on_wait()
+                self._look_around()
             try:
                 result = self._worker.collect()
             except Exception as error:  # whatever the step raised: the worker is unusable now
                 return self._die(error)
+            self._times.collected(result)
         busy = waiting > 0
         if self._tiers is not None:
             busy |= self._look_at_tiers(self._tiers, result, idle=not waiting)
         if result is not None and (chunks := self.scheduler.apply(result)):
             self._emit(chunks)
         return busy
+
+    def _wait_for_arrivals(self) -> None:
+        """While a step is in flight: until it is time for the next plan."""
+        at_s = self._times.plan_at_s()
+        while self.scheduler.num_in_flight:
+            left_s = at_s - self.clock.now_s()
+            if left_s <= 0:
+                return
+            ended = self._worker.wait(min(left_s, WAIT_S))
+            self._look_around()
+            if ended:
+                return
+
+    def _look_around(self) -> None:
+        """While a step runs: who has come or gone, and which transfers are over and lead to more.
+
+        What storage has of a prompt comes in several reads, and a step may last a second.
+        """
+        self._on_wait()
+        if self._tiers is not None and self._tiers.busy:
+            self.scheduler.loads_ended(self._tiers.poll())
 
     def _look_at_tiers(
         self, tiers: TierController, result: StepResult | None, *, idle: bool

@@ -1,6 +1,6 @@
 """Admission: which waiting requests start in this pass, and with which pages.
 
-A request starts when there is a row, a part of this step's prefill budget, and room for all pages
+A request starts when there is a row, a part of this step's slice of prefill, and room for all pages
 of its prompt at once (so nothing can fail in the middle of a prefill) and for what the running
 requests will probably ask for soon. A request whose next page is just being computed by another
 one waits for that page rather than computing it twice.
@@ -91,10 +91,10 @@ class Admission:
         self._queue = queue
         self._running = running
         self._policy = policy
-        self._max_prefill_tokens = config.max_prefill_tokens
         self._windows = windows
         self._counters = counters
         self._page_size = cache.page_size
+        self._slice = config.prefill_step(cache.page_size)
         self._credit = 0
         self._remaining: list[int] = []  # tokens to compute of each running prefill
         self._leaders: list[RequestState] = []  # their prompts' last pages are not committed yet
@@ -139,7 +139,7 @@ class Admission:
         return (
             self._running.tables.num_free > 0
             and self._credit > 0
-            and would_get_tokens(self._remaining, 1, self._max_prefill_tokens, self._page_size)
+            and would_get_tokens(self._remaining, 1, self._slice)
         )
 
     def _look_at_running(self, running: Iterable[RequestState]) -> None:
@@ -173,9 +173,7 @@ class Admission:
         match = self.find_match(request)
         if self._is_being_computed(request, match):
             return Verdict.WAITS
-        if not would_get_tokens(
-            self._remaining, request.num_uncached, self._max_prefill_tokens, self._page_size
-        ):
+        if not would_get_tokens(self._remaining, request.num_uncached, self._slice):
             return Verdict.NO_BUDGET
         num_new = all_pages - match.num_pages
         if not self._cache.can_reserve(match, num_new + headroom, restart=not match.host_pages):

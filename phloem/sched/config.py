@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phloem.core.errors import ConfigError
+from phloem.sched.packing import Slice
 
 __all__ = ["SchedulerConfig"]
 
@@ -16,7 +17,9 @@ class SchedulerConfig:
     max_model_len: int  # positions that the worker can compute: prompt + output - 1 fit in it
     max_running: int = 64
     max_queued: int = 4096
-    max_prefill_tokens: int = 16384  # per step; decodes (at most max_running) come on top
+    max_prefill_tokens: int = 16384  # between two tokens of a running answer
+    prefill_slice: int | None = None  # of these in one step; None: all of them
+    prefill_fill: int | None = None  # see `packing.Slice`; None: the whole slice
     policy: str = "lpm"
     overlap: bool = True  # plan step k+1 while step k runs
     headroom_tokens: int = 32  # kept free ahead of each running request when others are let in
@@ -28,5 +31,14 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        for name in ("prefill_slice", "prefill_fill"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
         if self.headroom_tokens < 0:
             raise ConfigError(f"headroom_tokens must not be negative, got {self.headroom_tokens}")
+
+    def prefill_step(self, page_size: int) -> Slice:
+        """The prompt tokens of a step."""
+        tokens = min(self.prefill_slice or self.max_prefill_tokens, self.max_prefill_tokens)
+        return Slice(tokens, min(self.prefill_fill or tokens, tokens), page_size)

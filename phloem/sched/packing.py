@@ -1,17 +1,38 @@
 """Prefill packing: which prefills compute how many tokens in this step.
 
-Short ones first, whole; what is left of the budget goes to the longer ones as chunks. A chunk ends
-on a page border unless it is the last of its prompt. The prefill that has run longest is promised
-a share, so that an endless stream of short prompts cannot stop a long one.
+The shortest first. Where a step takes as long as it has tokens (on a CPU), a prompt that shares a
+step with others only waits for them: so others join the first one only while the step has fewer
+than `fill` tokens, which cost little more than none. Where a step is cheaper by the token the more
+it has (on a GPU), `fill` is the whole slice, and it is filled up.
+
+A chunk ends on a page border unless it is the last of its prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-__all__ = ["LONGEST_RUNNING_SHARE", "chunk_tokens", "pack_prefills", "would_get_tokens"]
+__all__ = ["Slice", "chunk_tokens", "pack_prefills", "would_get_tokens"]
 
-LONGEST_RUNNING_SHARE = 4  # one quarter of the budget
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Prompt tokens of one step: at most `tokens`; others join the first prompt up to `fill`.
+
+    Of either at least a page, the smallest chunk.
+    """
+
+    tokens: int
+    fill: int
+    page_size: int
+
+    def __post_init__(self) -> None:
+        assert 0 < self.fill <= self.tokens, f"{self.fill} of {self.tokens} tokens"
+
+    def room(self, taken: int) -> int:
+        """Tokens that the next prefill of a step may get behind `taken`."""
+        return self.fill - taken if taken else max(self.tokens, self.page_size)
 
 
 def chunk_tokens(remaining: int, budget: int, page_size: int) -> int:
@@ -19,35 +40,29 @@ def chunk_tokens(remaining: int, budget: int, page_size: int) -> int:
     return remaining if remaining <= budget else budget // page_size * page_size
 
 
-def pack_prefills(remaining: Sequence[int], budget: int, page_size: int) -> list[int]:
+def pack_prefills(remaining: Sequence[int], step: Slice, *, oldest_first: bool) -> list[int]:
     """Tokens of this step for each running prefill, given in order of admission.
 
-    The sum is at most `budget`, except that a budget below one page is taken as one page (a page is
-    the smallest chunk). While there is a prefill, at least one gets tokens.
+    `oldest_first`: it is the turn of the one that was admitted first, however long it is. While
+    there is a prefill, at least one gets tokens.
     """
-    if not remaining:
-        return []
-    budget = max(budget, page_size)
     counts = [0] * len(remaining)
-    counts[0] = chunk_tokens(remaining[0], _share(budget, page_size), page_size)
-    budget -= counts[0]
-    for i in sorted(range(len(remaining)), key=lambda i: remaining[i]):
-        more = chunk_tokens(remaining[i] - counts[i], budget, page_size)
-        counts[i] += more
-        budget -= more
+    order = sorted(range(len(remaining)), key=lambda i: remaining[i])
+    if oldest_first and order:
+        order.remove(0)
+        order.insert(0, 0)
+    taken = 0
+    for i in order:
+        counts[i] = chunk_tokens(remaining[i], step.room(taken), step.page_size)
+        taken += counts[i]
+        if taken >= step.fill:
+            break
     return counts
 
 
-def would_get_tokens(remaining: Sequence[int], new: int, budget: int, page_size: int) -> bool:
-    """Would one more prefill of `new` tokens be packed, behind the running ones `remaining`?"""
-    budget = max(budget, page_size)
-    if remaining:
-        share = chunk_tokens(remaining[0], _share(budget, page_size), page_size)
-        budget -= share + sum(other for other in remaining[1:] if other <= new)
-        if remaining[0] <= new:
-            budget -= remaining[0] - share
-    return chunk_tokens(new, budget, page_size) > 0
+def would_get_tokens(remaining: Sequence[int], new: int, step: Slice) -> bool:
+    """Would one more prefill of `new` tokens be packed, behind the running ones `remaining`?
 
-
-def _share(budget: int, page_size: int) -> int:
-    return max(page_size, budget // LONGEST_RUNNING_SHARE)
+    In a step that is not the oldest one's turn.
+    """
+    return pack_prefills([*remaining, new], step, oldest_first=False)[-1] > 0

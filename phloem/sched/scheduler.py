@@ -1,8 +1,8 @@
 """The scheduler: what the next step computes, and what the last one means.
 
-    plan:   decodes (retracting the newest where pages run out)
+    plan:   decodes that are due (retracting the newest where pages run out)
             admission in policy order
-            prefill chunks, short ones first
+            a slice of prefill, the shortest first; without one, decodes that were not due
     apply:  tokens become known, full pages join the tree, requests end
 
 Plan k+1 may be made while step k runs: tokens of step k are then futures (see `core.plan`). A
@@ -25,7 +25,6 @@ from phloem.core.refs import PageRefs
 from phloem.core.remote import IN_PLACE
 from phloem.core.request import FinishReason, GenerateRequest, OutputChunk
 from phloem.core.stats import EngineStats
-from phloem.core.tokens import TOKEN_BYTES
 from phloem.sched.admission import Admission
 from phloem.sched.chunks import output_chunk
 from phloem.sched.config import SchedulerConfig
@@ -35,9 +34,11 @@ from phloem.sched.limits import check_request
 from phloem.sched.packing import pack_prefills
 from phloem.sched.policies import PolicyView, get_policy
 from phloem.sched.queue import WaitQueue
+from phloem.sched.rows import decode_row, prefill_row
 from phloem.sched.running import RunningSet
 from phloem.sched.state import Phase, RequestState
 from phloem.sched.supply import PageSupply
+from phloem.sched.turns import Turns
 from phloem.sched.windows import WindowBudget
 
 if TYPE_CHECKING:
@@ -73,9 +74,10 @@ class Scheduler:
         )
         self._counters = Counters()
         self._hot_reads = HotReads(cache, self._running)
+        self._slice = config.prefill_step(cache.page_size)
         self._windows = WindowBudget(
             cache,
-            max_prefill_tokens=config.max_prefill_tokens,
+            max_prefill_tokens=self._slice.tokens,
             max_model_len=config.max_model_len,
         )
         self._supply = PageSupply(
@@ -97,6 +99,7 @@ class Scheduler:
         )
         self._requests: dict[str, RequestState] = {}  # queued and running
         self._in_flight: deque[StepPlan] = deque()
+        self._turns = Turns(config.max_prefill_tokens, self._slice)
         self._seeds = random.Random(config.seed)
         self._pass_no = 0
 
@@ -130,7 +133,7 @@ class Scheduler:
         state.queued_at_pass = self._pass_no
         state.queued_at_tokens = self._counters.planned_tokens
         if self._policy.uses_cache:
-            self._admission.find_match(state)
+            self.cache.touch(self._admission.find_match(state))
         if self.tiers is not None:
             self.tiers.queued(state.request_id, self._admission.find_match(state))
         self._requests[request.request_id] = state
@@ -184,15 +187,29 @@ class Scheduler:
         """Plans handed out and not applied yet."""
         return len(self._in_flight)
 
+    @property
+    def may_plan_ahead(self) -> bool:
+        """Whether to plan the next step while one is in flight.
+
+        Not while it is a long one: beside that, planning takes no time, and who comes meanwhile
+        would wait for the next one too.
+        """
+        return not self._in_flight or not self._turns.last_was_long
+
     # A step.
 
     def plan(self) -> StepPlan | None:
         """The next step; None if there is nothing to compute until a step in flight is applied."""
         self._pass_no += 1
-        rows = self._plan_decodes()
+        decodes = self._plan_decodes() if self._turns.decodes_are_due else []
         self._admission.admit(self._view)
-        rows += self._plan_prefills()
-        rows = self._running.still_running(rows)
+        prefills = self._plan_prefills()
+        if not prefills and not decodes:
+            decodes = self._plan_decodes()
+        self._turns.planned(
+            prefill_tokens=sum(row.count for row in prefills), decodes=bool(decodes)
+        )
+        rows = self._running.still_running(decodes + prefills)
         if not rows:
             waits = self._in_flight or (self.tiers is not None and self.tiers.busy)
             stuck = self._requests and not waits
@@ -258,59 +275,26 @@ class Scheduler:
 
     def _plan_decodes(self) -> list[RowPlan]:
         return [
-            self._decode_row(request)
+            decode_row(request)
             for request in self._running
             if request.wants_decode and self._supply.has_page_for_next(request)
         ]
 
-    def _decode_row(self, request: RequestState) -> RowPlan:
-        start = request.num_planned
-        known = start < request.num_tokens
-        row = RowPlan(
-            row=request.row,
-            serial=request.serial,
-            start=start,
-            count=1,
-            tokens=request.token_slice(start, start + 1) if known else None,
-            sample=True,
-            output_index=request.num_outputs + request.num_pending,
-            write_from=request.write_from,
-            window_from=request.window_from,
-        )
-        request.num_planned += 1
-        request.num_pending += 1
-        return row
-
     def _plan_prefills(self) -> list[RowPlan]:
+        """A slice; the oldest one's if nobody else finds window pages: it takes those of others."""
+        oldest_first = self._turns.is_oldest_ones
+        return self._plan_slice(oldest_first) or self._plan_slice(True)
+
+    def _plan_slice(self, oldest_first: bool) -> list[RowPlan]:
         prefills = [request for request in self._running if request.phase is Phase.PREFILL]
         remaining = [request.prefill_end - request.num_planned for request in prefills]
-        counts = pack_prefills(remaining, self.config.max_prefill_tokens, self._page_size)
+        counts = pack_prefills(remaining, self._slice, oldest_first=oldest_first)
         rows = []
         for request, count in zip(prefills, counts, strict=True):
             granted = self._supply.grant(request, count)
             if granted:
-                rows.append(self._prefill_row(request, granted))
+                rows.append(prefill_row(request, granted))
         return rows
-
-    def _prefill_row(self, request: RequestState, count: int) -> RowPlan:
-        start, end = request.num_planned, request.num_planned + count
-        is_last = end == request.prefill_end
-        row = RowPlan(
-            row=request.row,
-            serial=request.serial,
-            start=start,
-            count=count,
-            tokens=request.prefill_tokens[start * TOKEN_BYTES : end * TOKEN_BYTES],
-            sample=is_last,
-            output_index=request.num_outputs,
-            write_from=request.write_from,
-            window_from=request.window_from,
-        )
-        request.num_planned = end
-        if is_last:
-            request.num_pending = 1
-            request.phase = Phase.DECODE
-        return row
 
     def _make_plan(self, rows: list[RowPlan]) -> StepPlan:
         admitted, table_updates, released = self._running.tables.take_changes()

@@ -60,6 +60,8 @@ class HostBackups:
         self._is_congested = is_congested
         host = cache.leader.host
         self.late = config.write_policy == "write_back" or host.exclusive
+        # So small a host is worth more for what comes and goes than for what storage has.
+        self._is_stage = host.capacity < cache.total_pages
         self._leader.evicts_for_placement = not self.late
         self._through = config.write_policy != "write_back"
         self.to_storage = False  # there is a storage tier behind the host
@@ -195,8 +197,8 @@ class HostBackups:
         run: list[Node] = []
         step: Node | None = node
         while step is not None and step.parent is not None:
-            if step.host or step.id in self._busy:
-                break
+            if step.host or step.id in self._busy or (self.late and step.stored):
+                break  # an exclusive host has passed on what is stored, and what is above it
             if step.refs:
                 run.append(step)
             step = step.parent
@@ -218,7 +220,8 @@ class HostBackups:
         num_pages -= sum(self._leaving.values())
         for node, pages in self._leader.policy.victims(num_pages) if num_pages > 0 else ():
             cold = self._selective and not self._reuse.is_hot(node)
-            if not (node.host or cold or node.id in self._hopeless):
+            is_safe = node.host or (node.stored and self._is_stage)
+            if not (is_safe or cold or node.id in self._hopeless):
                 self._start_leaving_tail(node, pages)
         return bool(self._leaving)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import threading
+import time
 import types
 from pathlib import Path
 
@@ -36,6 +38,7 @@ POINTS = (*ENGINE_POINTS, *FRONT_POINTS, *NATIVE_POINTS, *TORCH_POINTS)
 
 def span(name: str, start: int, end: int, **more) -> Span:
     fields = {"group": "g", "process": "p", "thread": "t", "args": {}, **more}
+    fields.setdefault("cpu_ns", (end - start) // 2)
     return Span(name=name, start_ns=start, end_ns=end, **fields)
 
 
@@ -83,8 +86,31 @@ def test_exclusive_times_leave_out_what_is_inside_and_sum_to_the_whole() -> None
         span("second", 70, 90),
         span("elsewhere", 20, 80, thread="u"),  # another thread is no inside
     ]
-    assert exclusive_ns(spans) == [30, 40, 10, 20, 60]
-    assert sum(exclusive_ns(spans)[:4]) == 100
+    assert [own for own, _ in exclusive_ns(spans)] == [30, 40, 10, 20, 60]
+    assert [cpu for _, cpu in exclusive_ns(spans)] == [15, 20, 5, 10, 30]
+    assert sum(own for own, _ in exclusive_ns(spans)[:4]) == 100
+
+
+def test_a_function_that_waits_has_time_but_no_core() -> None:
+    """Red if waiting counted as work, or the work of another thread as this one's."""
+    recorder, work = Recorder("p"), threading.Event()
+
+    def burns() -> None:
+        end = time.thread_time_ns() + 5_000_000
+        while time.thread_time_ns() < end:
+            pass
+        work.set()
+
+    def waits() -> None:
+        thread = threading.Thread(target=recorder.wrap(Point("", "burns", "g"), burns))
+        thread.start()
+        work.wait(30)
+        thread.join()
+
+    recorder.wrap(Point("", "waits", "g"), waits)()
+    cpu_ns = {one.name: one.cpu_ns for one in recorder.spans()}
+    assert cpu_ns["burns"] >= 5_000_000
+    assert cpu_ns["waits"] < 4_000_000
 
 
 def decode_spans(num_steps: int, *, rows: int = 2) -> list[Span]:
@@ -115,6 +141,7 @@ def test_a_step_is_taken_apart_into_what_was_done_in_it() -> None:
     assert set(report.step_ms) == {110e-6}
     assert set(report.gap_ms) == {10e-6}
     assert report.outside_ms == pytest.approx([30e-6] * len(report.step_ms))
+    assert report.outside_cpu_ms == pytest.approx([15e-6] * len(report.step_ms))
     ms = {row.name: row.ms[0] for row in report.rows}
     assert ms == pytest.approx({"rest": 20e-6, "layer": 80e-6, "plan": 20e-6, "append": 10e-6})
     assert {row.group for row in report.rows} & set(OUTSIDE_GROUPS) == {"scheduler", "log"}

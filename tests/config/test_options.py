@@ -80,6 +80,7 @@ def test_yaml_can_hold_every_flag(tmp_path: Path) -> None:
         "hot_replicas": "0.25",
         "schedule_policy": "hrrn",
         "max_prefill_tokens": 128,
+        "prefill_slice": 64,
         "max_running": 3,
         "max_queued": 5,
         "overlap": False,
@@ -131,6 +132,7 @@ def test_command_line_wins_over_file_wins_over_environment(tmp_path: Path) -> No
         ("kv_memory: 4XB\n", "is not a size"),
         ("kv_memory: 4GB\nnum_pages: 3\n", "contradict"),
         ("max_prefill_tokens: 8\n", "less than one page"),
+        ("prefill_slice: 8\n", "--prefill-slice 8 is less than one page of 16"),
         ("api_key: ''\n", "--api-key must be"),
     ],
 )
@@ -267,17 +269,22 @@ def test_replicas_of_what_every_rank_has_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "tokens"),
+    ("settings", "tokens", "of_a_step", "shared"),
     [
-        ({}, 1024),
-        ({"device": "cuda"}, 16384),
-        ({"page_size": 1024}, 1024),
-        ({"max_prefill_tokens": 3000}, 3000),
+        ({}, 1024, 512, 64),
+        ({"device": "cuda"}, 16384, 16384, 16384),
+        ({"device": "cuda", "prefill_slice": 2048}, 16384, 2048, 2048),
+        ({"page_size": 1024}, 1024, 1024, 64),
+        ({"max_prefill_tokens": 3000}, 3000, 512, 64),
+        ({"max_prefill_tokens": 48}, 48, 48, 48),
+        ({"prefill_slice": 9000}, 1024, 1024, 64),
     ],
     ids=str,
 )
 def test_a_step_has_the_prompt_tokens_of_its_device_and_a_page_at_least(
-    settings: dict[str, object], tokens: int
+    settings: dict[str, object], tokens: int, of_a_step: int, shared: int
 ) -> None:
     """Red if a default is refused, or what was asked for is not taken."""
-    assert config_from(settings, environ={}).max_prefill_tokens == tokens
+    config = config_from(settings, environ={})
+    got = config.max_prefill_tokens, config.prefill_slice, config.prefill_fill
+    assert got == (tokens, of_a_step, shared)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import statistics
+from collections.abc import Iterator
+
+import msgspec
 import pytest
 
 from phloem.cache import PrefixCache, check_invariants
@@ -11,7 +17,9 @@ from phloem.core.request import FinishReason, GenerateRequest, SamplingParams
 from phloem.core.tokens import tokens_to_bytes
 from phloem.loop import EngineLoop
 from phloem.sched import Scheduler, SchedulerConfig
-from tests.sched.rig import NAMESPACE, FailingWorker, Rig
+from phloem.sim import SimStorage
+from phloem.tiers import TierConfig
+from tests.sched.rig import NAMESPACE, FailingWorker, Rig, prompt_of
 
 
 class OrderedWorker:
@@ -184,4 +192,104 @@ def test_chunks_of_a_step_are_emitted_together():
         rig.add(str(number), [number, 1, 2], max_tokens=3)
     rig.run()
     assert batches == [5, 5, 5]
+    rig.check_idle()
+
+
+class TimedWorker(OrderedWorker):
+    """Steps of `seconds` one after another, on the rig's clock, which moves while it is waited for.
+
+    `comes(now_s)` is called on the way; `ahead_s`: of each plan but the first, how long before the
+    end of the step before it was there.
+    """
+
+    def __init__(self, rig: Rig, seconds: Iterator[float], comes=lambda now_s: None) -> None:
+        super().__init__(rig.worker)
+        self.clock, self.seconds, self.comes = rig.clock, seconds, comes
+        self.ends: list[float] = []
+        self.took: list[float] = []
+        self.free_s = 0.0
+        self.ahead_s: list[float] = []
+
+    def submit(self, plan) -> None:
+        super().submit(plan)
+        now_s = self.clock.now_s()
+        self.ahead_s += [self.free_s - now_s] if self.free_s else []
+        began_s = max(self.free_s, now_s)
+        self.took.append(next(self.seconds))
+        self.free_s = began_s + self.took[-1]
+        self.ends.append(self.free_s)
+
+    def wait(self, timeout_s):
+        left_s = self.ends[0] - self.clock.now_s()
+        self.clock.advance(max(0.0, min(left_s, timeout_s)))
+        self.comes(self.clock.now_s())
+        return left_s <= timeout_s
+
+    def collect(self):
+        self.clock.advance(max(0.0, self.ends.pop(0) - self.clock.now_s()))
+        return msgspec.structs.replace(super().collect(), compute_s=self.took.pop(0))
+
+
+def test_who_comes_in_the_first_part_of_a_step_is_in_the_next_one():
+    """The next plan is made when the step is nearly over; no worker waits for it all the same."""
+    rig = Rig(overlap=True)
+    steps: list[int] = []
+
+    def comes(now_s: float) -> None:
+        if now_s > 1.0 and "late" not in rig.requests:
+            steps.append(rig.worker.plans[-1].step)
+            rig.add("late", [1, 2], max_tokens=1)
+
+    worker = TimedWorker(rig, itertools.repeat(0.1), comes)
+    rig.loop._worker = worker
+    rig.add("talks", [1, 2, 3], max_tokens=30)
+    rig.run()
+    first = next(plan.step for plan in rig.worker.plans if len(plan.rows) == 2)
+    assert first == steps[0] + 1
+    assert all(0 < ahead_s < 0.02 for ahead_s in worker.ahead_s[5:]), worker.ahead_s
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_that_differ_are_planned_before_the_one_before_ends(seed: int):
+    """A step is expected to last as long as the shortest of the last ones: it hardly waits."""
+    rng, rig = random.Random(seed), Rig(overlap=True)
+    worker = TimedWorker(rig, (rng.uniform(0.09, 0.12) for _ in itertools.count()))
+    rig.loop._worker = worker
+    rig.add("talks", [1, 2, 3], max_tokens=200)
+    rig.run()
+    assert sum(ahead_s <= 0 for ahead_s in worker.ahead_s) < 0.05 * len(worker.ahead_s)
+    assert statistics.mean(worker.ahead_s) < 0.04
+    rig.check_idle()
+
+
+def test_what_storage_has_is_read_while_a_long_step_runs():
+    """Asking and reading in parts are several transfers, each begun when the one before ends."""
+    rng, storage = random.Random(7), SimStorage()
+    wanted = prompt_of(rng, 400)
+
+    def start() -> Rig:
+        config = TierConfig(prefetch_policy="wait_complete")
+        return Rig(page_size=4, num_pages=300, host_pages=400, storage=storage, tiers=config)
+
+    before = start()
+    before.add("first", wanted, max_tokens=1)
+    before.run()
+    rig = start()
+
+    def comes(now_s: float) -> None:
+        if now_s > 0.1 and "again" not in rig.requests:
+            rig.add("again", wanted, max_tokens=1)
+
+    worker = TimedWorker(rig, itertools.repeat(1.0), comes)
+    rig.loop._worker = worker
+    rig.add("long", prompt_of(rng, 100), max_tokens=4)
+    while len(worker.calls) < 3:
+        rig.step()
+    assert "again" in rig.requests
+    assert rig.clock.now_s() < 1.5
+    read = {one.kind: one.pages_total for one in rig.loop.stats().tiers.transfers}
+    assert read["prefetch"] == 99
+    rig.run()
+    assert rig.last["again"].cached.storage == 396
     rig.check_idle()

@@ -36,6 +36,8 @@ def walk(
         headroom_tokens=rng.choice((0, 0, 32)),
         cache_enabled=rng.random() < 0.85,
         eos_ids=tuple(range(rng.choice((0, 20)))),
+        prefill_slice=rng.choice((None, 8, 40)),
+        prefill_fill=rng.choice((None, 1, 16)),
     )
     heads = [prompt_of(rng, rng.randrange(1, 50)) for _ in range(4)]
     refused = 0

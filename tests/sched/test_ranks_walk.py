@@ -119,6 +119,8 @@ class Walk:
             eos_ids=tuple(range(20)),
             storage=self.storage,
             replicas=REPLICAS if self.seed % 2 else None,
+            prefill_slice=rng.choice((None, 8, 40)),
+            prefill_fill=rng.choice((None, 1, 16)),
         )
         self.rigs.append(self.rig)
         self.replicas = [LaggingReplica(self.rig) for _ in range(NUM_RANKS - 1)]

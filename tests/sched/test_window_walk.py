@@ -49,6 +49,8 @@ def walk(
         headroom_tokens=rng.choice((0, 0, 32)),
         cache_enabled=rng.random() < 0.85,
         eos_ids=tuple(range(rng.choice((0, 20)))),
+        prefill_slice=rng.choice((None, 8, 40)),
+        prefill_fill=rng.choice((None, 1, 16)),
     )
     if rng.random() < 0.4:  # retraction must cope with whatever was let in
         rig.scheduler._windows.has_room = lambda request, running: True

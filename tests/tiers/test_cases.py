@@ -323,6 +323,43 @@ def test_write_through_has_stored_everything_before_the_process_dies(host_pages:
     after.check_idle()
 
 
+def copied_pages(rig: Rig) -> int:
+    kinds = {one.kind: one.pages_total for one in rig.loop.stats().tiers.transfers}
+    return kinds[TransferKind.BACKUP_HOST.value]
+
+
+def test_a_host_that_passes_pages_on_copies_each_once():
+    """However often a path is used again: it is in storage, and needs no copy on the way there."""
+    rng = random.Random(25)
+    storage = SimStorage()
+    rig = Rig(page_size=4, num_pages=100, host_pages=20, storage=storage, tiers=WAIT)
+    prompt = prompt_of(rng, 32)
+    for number in range(5):
+        ask(rig, str(number), prompt + prompt_of(rng, 9))
+    assert len(storage.pages) == 8 + 5 * 2
+    assert copied_pages(rig) == 8 + 5 * 2
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("host_pages", [20, 300])
+def test_what_storage_has_leaves_without_a_copy_if_the_host_is_but_a_stage(host_pages: int):
+    """A host of more pages than the device keeps what leaves the device: that is nearer."""
+    rng = random.Random(26)
+    storage = SimStorage()
+    rig = Rig(page_size=4, num_pages=100, host_pages=host_pages, storage=storage, tiers=WAIT)
+    prompt = prompt_of(rng, 33)
+    ask(rig, "first", prompt)
+    push_out(rig, rng)
+    again = ask(rig, "again", prompt)
+    if host_pages < 100:
+        assert again.storage == 32
+        assert copied_pages(rig) <= len(storage.pages)
+    else:
+        assert again.host == 32
+        assert copied_pages(rig) > len(storage.pages)
+    rig.check_idle()
+
+
 def test_o15_keys_do_not_depend_on_the_process_that_made_them():
     """Another generation of the same weights, in another process, finds what was stored."""
     from phloem.core.namespace import make_namespace

@@ -179,6 +179,7 @@ def _figures(report: StepReport, plain: float, timed: float) -> list[Result]:
     out = [
         summary(f"{stem}_step_ms", report.step_ms, "ms"),
         summary(f"{stem}_outside_model_ms", report.outside_ms, "ms"),
+        summary(f"{stem}_outside_model_cpu_ms", report.outside_cpu_ms, "ms"),
         summary(f"{stem}_worker_gap_ms", report.gap_ms, "ms"),
         Result(name=f"{stem}_tok_s", value=plain, unit="tokens/s"),
         Result(name=f"{stem}_profiled_over_plain", value=timed / plain, unit="ratio"),

@@ -44,7 +44,11 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One call. Times are of the system's monotonic clock, so processes can be compared."""
+    """One call. Times are of the system's monotonic clock, so processes can be compared.
+
+    `cpu_ns`: how long its thread had a core in it; the rest it waited, for a core, the
+    interpreter's lock or somebody else.
+    """
 
     name: str
     group: str
@@ -52,6 +56,7 @@ class Span:
     thread: str
     start_ns: int
     end_ns: int
+    cpu_ns: int
     args: dict[str, int]
 
     @property
@@ -64,21 +69,24 @@ class Recorder:
 
     def __init__(self, process: str) -> None:
         self._process = process
-        self._rows: list[tuple[Point, str, int, int, dict[str, int] | None]] = []
+        self._rows: list[tuple[Point, str, int, int, int, dict[str, int] | None]] = []
 
     def wrap(self, point: Point, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, timed."""
-        rows, describe, clock = self._rows, point.describe, time.perf_counter_ns
+        rows, describe = self._rows, point.describe
+        clock, cpu_clock = time.perf_counter_ns, time.thread_time_ns
         current = threading.current_thread
 
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
             described = None if describe is None else describe(args)
+            cpu_start = cpu_clock()
             start = clock()
             try:
                 return function(*args, **kwargs)
             finally:
-                rows.append((point, current().name, start, clock(), described))
+                end = clock()
+                rows.append((point, current().name, start, end, cpu_clock() - cpu_start, described))
 
         return timed
 
@@ -92,9 +100,10 @@ class Recorder:
                 thread=thread,
                 start_ns=start,
                 end_ns=end,
+                cpu_ns=cpu,
                 args=args or {},
             )
-            for point, thread, start, end, args in list(self._rows)
+            for point, thread, start, end, cpu, args in list(self._rows)
         ]
 
 
@@ -123,9 +132,10 @@ def read_spans(path: Path) -> list[Span]:
     return [Span(**row) for row in json.loads(path.read_text())]
 
 
-def exclusive_ns(spans: Sequence[Span]) -> list[int]:
-    """Each span's time without that of the spans inside it, on its own thread."""
+def exclusive_ns(spans: Sequence[Span]) -> list[tuple[int, int]]:
+    """Each span's time and its thread's CPU time, without those of the spans inside it."""
     own = [span.ns for span in spans]
+    cpu = [span.cpu_ns for span in spans]
     stacks: dict[tuple[str, str], list[int]] = {}
     order = sorted(range(len(spans)), key=lambda i: (spans[i].start_ns, -spans[i].end_ns))
     for i in order:
@@ -135,8 +145,9 @@ def exclusive_ns(spans: Sequence[Span]) -> list[int]:
             stack.pop()
         if stack:
             own[stack[-1]] -= span.ns
+            cpu[stack[-1]] -= span.cpu_ns
         stack.append(i)
-    return own
+    return list(zip(own, cpu, strict=True))
 
 
 def _find(target: str) -> tuple[Any, str]:

@@ -6,7 +6,7 @@ import bisect
 import itertools
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from phloem.bench.profile.points import IDLE, OUTSIDE_GROUPS, STEP
@@ -19,12 +19,13 @@ _EDGE = 4  # steps left out at both ends: rows arrive and leave there
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One name: calls per step, and its exclusive milliseconds in each step."""
+    """One name: calls per step, and its exclusive milliseconds in each, passed and on a CPU."""
 
     name: str
     group: str
     calls: float
     ms: tuple[float, ...]
+    cpu_ms: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +34,14 @@ class StepReport:
 
     `step_ms`: from a step's start to the next one's; `gap_ms`: how long of it the worker waited
     for its next plan. `outside_ms`: work of scheduler, log, IPC and detokenizer, most of it done
-    beside the running step.
+    beside the running step, and `outside_cpu_ms` how long of that it had a core.
     """
 
     batch: int
     step_ms: tuple[float, ...]
     gap_ms: tuple[float, ...]
     outside_ms: tuple[float, ...]
+    outside_cpu_ms: tuple[float, ...]
     rows: tuple[Row, ...]  # the longest first
 
 
@@ -55,20 +57,34 @@ def decode_report(spans: Sequence[Span], batch: int) -> StepReport | None:
     num = len(steps) - 1
     calls: Counter[tuple[str, str]] = Counter()
     by_step: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * num)
-    for span, own in zip(spans, exclusive_ns(spans), strict=True):
+    cpu_by_step: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * num)
+    for span, (own, cpu) in zip(spans, exclusive_ns(spans), strict=True):
         number = bisect.bisect_right(starts, span.start_ns) - 1
         if span.group != IDLE and 0 <= number < num:
             calls[span.group, span.name] += 1
             by_step[span.group, span.name][number] += own / 1e6
+            cpu_by_step[span.group, span.name][number] += cpu / 1e6
     rows = [
-        Row(name=name, group=group, calls=calls[group, name] / num, ms=tuple(ms))
+        Row(
+            name=name,
+            group=group,
+            calls=calls[group, name] / num,
+            ms=tuple(ms),
+            cpu_ms=tuple(cpu_by_step[group, name]),
+        )
         for (group, name), ms in by_step.items()
     ]
-    outside = [row.ms for row in rows if row.group in OUTSIDE_GROUPS]
+    outside = [row for row in rows if row.group in OUTSIDE_GROUPS]
     return StepReport(
         batch=batch,
         step_ms=tuple((b - a) / 1e6 for a, b in itertools.pairwise(starts)),
         gap_ms=tuple((b - a.end_ns) / 1e6 for a, b in zip(steps, starts[1:], strict=False)),
-        outside_ms=tuple(map(sum, zip(*outside, strict=True))),
+        outside_ms=_sums(row.ms for row in outside),
+        outside_cpu_ms=_sums(row.cpu_ms for row in outside),
         rows=tuple(sorted(rows, key=lambda row: -statistics.median(row.ms))),
     )
+
+
+def _sums(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
+    """Over all rows, step by step."""
+    return tuple(map(sum, zip(*rows, strict=True)))
