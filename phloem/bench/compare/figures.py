@@ -89,20 +89,19 @@ def _figure(pair: Measured, task: str) -> str:
 
 
 def _trace_ratios(pair: Measured) -> list[Result]:
-    if len(pair.traces) != 3:
+    if not pair.traces:
         return []
-    ours, theirs, tiered = pair.traces
+    ours, theirs, *tiered = pair.traces
+    below = {run.tier: run for run in tiered}
     # Who keeps what falls out of its pool in other memory is compared with our host tier.
-    equal = tiered if pair.peer.key == "llama_cpp" else ours
-    key = pair.peer.key
+    equal = below.pop("host_tier") if pair.peer.key == "llama_cpp" else ours
+    runs = {"agent_trace": equal, **{f"agent_trace_{tier}": run for tier, run in below.items()}}
     out = []
-    for name, run in (("agent_trace", equal), ("agent_trace_host_tier", tiered)):
-        if run is equal and name != "agent_trace":
-            continue
+    for name, run in runs.items():
         for figure in ("mean_ttft", "p99_ttft", "tok_s"):
             value = _trace_figure(run, figure) / _trace_figure(theirs, figure)
             samples = {r.side: _per_part(r, figure) for r in (run, theirs)}
-            full = f"{name}_{figure}_over_{key}"
+            full = f"{name}_{figure}_over_{pair.peer.key}"
             out.append(Result(name=full, value=value, unit="ratio", samples=samples))
     return out
 
@@ -115,6 +114,8 @@ def _over_best(ratios: Sequence[Result]) -> list[Result]:
         "restart_ttft_over_recompute": "restart_ttft",
         "agent_trace_mean_ttft_over_best": "agent_trace_mean_ttft",
         "agent_trace_p99_ttft_over_best": "agent_trace_p99_ttft",
+        "agent_trace_storage_mean_ttft_over_best": "agent_trace_storage_mean_ttft",
+        "agent_trace_storage_p99_ttft_over_best": "agent_trace_storage_p99_ttft",
     }
     out = []
     for name, stem in stems.items():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from phloem.bench.client import Client
 from phloem.bench.compare.agent_trace import AgentTrace, PartReport, play
@@ -20,9 +21,10 @@ from phloem.bench.compare.settle import cpu_seconds, until_idle
 from phloem.bench.compare.tasks import Probe, ServerFailed, Task
 from phloem.bench.local_server import free_port
 
-__all__ = ["HOST_MEMORY", "Measured", "PairPlan", "TraceRun", "measure_pair"]
+__all__ = ["HOST_MEMORY", "Measured", "PairPlan", "TraceRun", "measure_pair", "trace_players"]
 
 HOST_MEMORY = "1GB"
+LEAST_STAGE = 16 * 16  # tokens
 RESTART_CACHED, RESTART_NEW = 4096, 32
 
 
@@ -43,9 +45,11 @@ class PairPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRun:
-    """The trace on one server, part by part."""
+    """The trace on one server, part by part. `tier`: ours has one below its pool; None: the peer's
+    run, or ours with the pool alone."""
 
     side: str
+    tier: Literal["host_tier", "storage"] | None = None
     parts: tuple[PartReport, ...]
 
 
@@ -188,34 +192,66 @@ async def _run_restart(
             measured.units["restart"] = "s"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Player:
+    """Who plays the trace, and with what."""
+
+    server: Peer | PhloemServer
+    spec: ServerSpec
+    tier: Literal["host_tier", "storage"] | None = None
+
+    @property
+    def role(self) -> str:
+        kind = "" if self.tier is None else f", {self.tier.replace('_', ' ')}"
+        return f"{self.server.name} trace{kind}"
+
+
+def trace_players(
+    trace: AgentTrace, ours: PhloemServer, peer: Peer, spec: ServerSpec, folder: Path
+) -> list[_Player]:
+    """Ours and the peer with a pool of a third of the trace; ours also with host memory behind it,
+    and with storage, whose stage is a part of the third, as large as the longest prompt allows."""
+    least = trace.longest_tokens + 64
+    pool = min(max(trace.distinct_tokens // 3, least), spec.pool_tokens)
+    small = replace(spec, pool_tokens=pool, sized=True, max_running=8)
+    # A pool must hold the longest prompt that a server lets in.
+    alone = replace(small, max_model_len=min(pool, spec.max_model_len))
+    players = [
+        _Player(server=ours, spec=alone),
+        _Player(server=peer, spec=alone),
+        _Player(server=replace(ours, host_memory=HOST_MEMORY), spec=alone, tier="host_tier"),
+    ]
+    stage = min(pool // 3, pool - least)
+    if stage >= LEAST_STAGE:
+        staged = replace(small, max_model_len=least, storage=folder)
+        server = replace(ours, stage_tokens=stage)
+        players.append(_Player(server=server, spec=staged, tier="storage"))
+    return players
+
+
 async def _run_trace(
     measured: Measured, ours: PhloemServer, spec: ServerSpec, plan: PairPlan, say: Say
 ) -> None:
-    """The trace with a pool of a third of it: alone, and ours also with a host tier behind."""
     trace = plan.trace
     assert trace is not None, "called for a plan with a trace"
-    pool = min(max(trace.distinct_tokens // 3, trace.longest_tokens + 64), spec.pool_tokens)
-    # A pool must hold the longest prompt that a server lets in.
-    longest = min(pool, spec.max_model_len)
-    small = replace(spec, pool_tokens=pool, max_model_len=longest, sized=True, max_running=8)
-    tiered = replace(ours, host_memory=HOST_MEMORY)
-    servers: Sequence[tuple[str, Peer | PhloemServer]] = (
-        (f"{ours.name} trace", ours),
-        (f"{measured.peer.name} trace", measured.peer),
-        (f"{ours.name} trace, host tier", tiered),
-    )
     async with contextlib.AsyncExitStack() as stack:
+        where = tempfile.TemporaryDirectory(prefix=".bench-compare-", dir=Path.cwd())
+        folder = Path(stack.enter_context(where))
+        players = trace_players(trace, ours, measured.peer, spec, folder)
         sides = [
-            await stack.enter_async_context(_served(measured, role, server, small, plan.seed))
-            for role, server in servers
+            await stack.enter_async_context(
+                _served(measured, player.role, player.server, player.spec, plan.seed)
+            )
+            for player in players
         ]
         reports: list[list[PartReport]] = [[] for _ in sides]
         for number, part in enumerate(trace.parts):
             for side, done in zip(sides, reports, strict=True):
                 say(f"{side.name}: part {number + 1} of {len(trace.parts)}")
                 done.append(await play(side.probe, part))
-        for side, done in zip(sides, reports, strict=True):
-            measured.traces.append(TraceRun(side=side.name, parts=tuple(done)))
+        for player, done in zip(players, reports, strict=True):
+            run = TraceRun(side=player.role, tier=player.tier, parts=tuple(done))
+            measured.traces.append(run)
 
 
 @contextlib.contextmanager
