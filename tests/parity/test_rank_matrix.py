@@ -110,7 +110,7 @@ def _shape(mesh: tuple[int, int], way: str, dtype: str, kernels: str) -> dict[st
         "remote": WAYS[way],
         "page_size": PAGE,
         "num_pages": 24 * cp * tp,
-        "host_pages": 60,
+        "host_pages": 4 * 24 * cp * tp,  # so many that it has copies of what is on the device
         "kv_dtype": dtype,
         "kernels": kernels,
         "max_prefill_tokens": 3 * PAGE,

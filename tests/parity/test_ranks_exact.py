@@ -56,6 +56,7 @@ def test_device_host_and_storage_equal_cold_to_the_last_bit(
         assert sum(a.sources.device for a in rig.answers.values()) > 0
         assert check_exact(rig, cold) > 0
     shape["num_pages"] = readers * max(18, 72 // page_size)
+    shape["host_pages"] = 4 * shape["num_pages"]
     with Rig(path, **shape, store=tmp_path, ranks=readers) as rig:
         answer = rig.ask(history, 3)
         assert answer.sources.storage > 0

@@ -143,7 +143,7 @@ def test_bytes_after_every_journey_are_those_of_the_row_that_computed_them(
     sum_row_by_row(monkeypatch)
     path, shape = models(kind), shape_of(dtype, 4, 2)
     cold = Cold(path, tp=tp, kernels="reference", kv_dtype=dtype)
-    shape |= {"host_pages": 80, "tiers": WAIT, "num_pages": 24}
+    shape |= {"host_pages": 96, "tiers": WAIT, "num_pages": 24}
     with Rig(path, **shape, store=tmp_path, ranks=cp, tp=tp) as rig:
         history = journey(rig, words(1, 14), 3)
         assert sum(a.sources.device for a in rig.answers.values()) > 0
