@@ -201,14 +201,14 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step; None if there is nothing to compute until a step in flight is applied."""
         self._pass_no += 1
-        decodes = self._plan_decodes() if self._turns.decodes_are_due else []
+        answers = [request for request in self._running if request.wants_decode]
+        decodes = self._plan_decodes(answers) if self._turns.decodes_are_due else []
         self._admission.admit(self._view)
         prefills = self._plan_prefills()
-        if not prefills and not decodes:
-            decodes = self._plan_decodes()
-        self._turns.planned(
-            prefill_tokens=sum(row.count for row in prefills), decodes=bool(decodes)
-        )
+        prefill_tokens = sum(row.count for row in prefills)
+        if prefill_tokens <= self._slice.fill and not decodes:  # answers hardly lengthen the step
+            decodes = self._plan_decodes(answers)
+        self._turns.planned(prefill_tokens=prefill_tokens, decodes=bool(decodes))
         rows = self._running.still_running(decodes + prefills)
         if not rows:
             waits = self._in_flight or (self.tiers is not None and self.tiers.busy)
@@ -273,10 +273,11 @@ class Scheduler:
 
     # Parts of a plan.
 
-    def _plan_decodes(self) -> list[RowPlan]:
+    def _plan_decodes(self, answers: list[RequestState]) -> list[RowPlan]:
+        """`answers`: those that ran before this step's prefills, in order of admission."""
         return [
             decode_row(request)
-            for request in self._running
+            for request in answers
             if request.wants_decode and self._supply.has_page_for_next(request)
         ]
 
