@@ -27,8 +27,8 @@ DEFAULT_PAGE_SIZE = {"cpu": 16, "cuda": 64}
 # prompts wait longer for them. On GPUs nothing has been measured.
 DEFAULT_PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
 DEFAULT_PREFILL_SLICE = {"cpu": 512, "cuda": 16384}
-# From how many tokens on a step takes as long as it has tokens: 64 cost a CPU as much as reading
-# all weights of SmolLM2 ten times. A GPU's steps are filled up.
+# Up to how many tokens prompts share a step. A CPU takes as long for 64 as for reading all weights
+# of SmolLM2 ten times: more than that is gained by none. A GPU's steps are filled up.
 PREFILL_FILL = {"cpu": 64, "cuda": 16384}
 
 
@@ -263,7 +263,7 @@ class SchedulerOptions:
     )
     prefill_slice: int | None = setting(
         None,
-        "prompt tokens of one step, the shortest prompt first; default: cpu 512, cuda 16384",
+        "most prompt tokens of one step, if there may be so many; default: cpu 512, cuda 16384",
         low=1,
     )
     max_running: int = setting(

@@ -2,7 +2,7 @@
 
 The shortest first. Where a step takes as long as it has tokens (on a CPU), a prompt that shares a
 step with others only waits for them: so others join the first one only while the step has fewer
-than `fill` tokens, which cost little more than none. Where a step is cheaper by the token the more
+than `fill` tokens, which are soon computed. Where a step is cheaper by the token the more
 it has (on a GPU), `fill` is the whole slice, and it is filled up.
 
 A chunk ends on a page border unless it is the last of its prompt.
@@ -18,10 +18,8 @@ __all__ = ["Slice", "chunk_tokens", "pack_prefills", "would_get_tokens"]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Prompt tokens of one step: at most `tokens`; others join the first prompt up to `fill`.
-
-    Of either at least a page, the smallest chunk.
-    """
+    """Prompt tokens of one step: at most `tokens`, and at least a page, the smallest chunk; others
+    join the first prompt up to `fill`."""
 
     tokens: int
     fill: int

@@ -38,7 +38,8 @@ class HostBackups:
     """Decides and follows BACKUP_HOST transfers.
 
     `on_backed_up(node, pages)` hears of pages that have arrived on the host, parents first;
-    `is_congested()`: storage has enough to write, and a small host should take no more for it.
+    `is_congested()`: storage has enough to write, and a small host should take no more for it;
+    `is_stored(node)`: storage has it, as far as it has told.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class HostBackups:
         reuse: Reuse,
         on_backed_up: Callable[[Node, int], None],
         is_congested: Callable[[], bool],
+        is_stored: Callable[[Node], bool],
     ) -> None:
         self._leader = cache.leader
         self._tree = cache.leader.tree
@@ -58,6 +60,7 @@ class HostBackups:
         self._worth: dict[int, int] = {}  # selective: pages of a queued path that want a copy
         self._on_backed_up = on_backed_up
         self._is_congested = is_congested
+        self._is_stored = is_stored
         host = cache.leader.host
         self.late = config.write_policy == "write_back" or host.exclusive
         # So small a host is worth more for what comes and goes than for what storage has.
@@ -164,7 +167,7 @@ class HostBackups:
             return True  # evicted before its turn: counted as unbacked where it was evicted
         run = self._run(node)
         missing = sum(step.num_pages for step in run)
-        wanted = missing - self._num_unwanted(node)
+        wanted = missing - self._num_unwanted(run[0], self._worth.get(node.id)) if run else 0
         if wanted <= 0:
             self._tries.pop(node_id, None)
             self._worth.pop(node_id, None)
@@ -180,9 +183,9 @@ class HostBackups:
             self._enqueue(node_id)
         return True
 
-    def _num_unwanted(self, node: Node) -> int:
-        """Pages at the end of the path to `node` that are not worth a copy."""
-        worth = self._worth.get(node.id)
+    def _num_unwanted(self, node: Node, worth: int | None) -> int:
+        """Pages at the end of the path to `node` that are not worth a copy: the first `worth` are,
+        None: all."""
         if worth is None:
             return 0
         length = 0
@@ -193,16 +196,23 @@ class HostBackups:
         return max(0, length - worth)
 
     def _run(self, node: Node) -> list[Node]:
-        """The nodes of the path, lowest first, that want a copy: consecutive ones."""
+        """The nodes of the path, lowest first, that want a copy: consecutive ones, the uppermost.
+
+        An exclusive host passes pages on to storage: what is there wants none, but above it there
+        may be what storage has lost, without which it is of no use.
+        """
         run: list[Node] = []
+        below: list[Node] = []
         step: Node | None = node
         while step is not None and step.parent is not None:
-            if step.host or step.id in self._busy or (self.late and step.stored):
-                break  # an exclusive host has passed on what is stored, and what is above it
-            if step.refs:
+            if step.host or step.id in self._busy:
+                break
+            if self.late and step.stored:
+                run, below = [], run or below
+            elif step.refs:
                 run.append(step)
             step = step.parent
-        return run
+        return run or below
 
     def _try_again(self, node_id: int, num_pages: int, reason: str) -> None:
         tries = self._tries.get(node_id, 0) + 1
@@ -220,7 +230,7 @@ class HostBackups:
         num_pages -= sum(self._leaving.values())
         for node, pages in self._leader.policy.victims(num_pages) if num_pages > 0 else ():
             cold = self._selective and not self._reuse.is_hot(node)
-            is_safe = node.host or (node.stored and self._is_stage)
+            is_safe = node.host or (self._is_stage and self._is_stored(node))
             if not (is_safe or cold or node.id in self._hopeless):
                 self._start_leaving_tail(node, pages)
         return bool(self._leaving)

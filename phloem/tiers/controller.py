@@ -86,6 +86,7 @@ class TierController:
             reuse,
             on_backed_up=self._on_backed_up,
             is_congested=self._is_congested,
+            is_stored=self._is_stored,
         )
         self._ages = Ages()
         cache.leader.ages = cache.leader.host.ages = self._ages
@@ -344,6 +345,9 @@ class TierController:
             if self.busy:
                 self._flights.wait(FLUSH_WAIT_S)
         return sum(node.num_pages for node in todo) + self._flights.num_pages_in_flight
+
+    def _is_stored(self, node: Node) -> bool:
+        return self._writes is not None and self._has_storage and self._writes.has(node)
 
     def _is_congested(self) -> bool:
         return self._writes is not None and self._writes.num_queued > MAX_WRITES_QUEUED

@@ -75,6 +75,12 @@ class StorageWrites:
             self._leader.host.forget_stored()
         self._lost.update(key[:LINK_BYTES] for key in gone.keys)
 
+    def has(self, node: Node) -> bool:
+        """Whether storage has a node, as far as it has told."""
+        if node.stored:
+            self._unmark_lost(path_nodes(node))
+        return node.stored
+
     def arrived(self, node: Node) -> None:
         """Pages have come to the host: the path down to them is to be in storage."""
         self._unmark_lost(path_nodes(node))
@@ -218,7 +224,8 @@ class StorageWrites:
         """A small host has no room for copies of what is on the device."""
         if self._leader.host.exclusive:
             for node in nodes:
-                if node.refs and node.host:
+                alive = self._tree.nodes.get(node.id) is node  # not joined to another meanwhile
+                if alive and node.refs and node.host:
                     self._leader.host.drop_duplicate(node)
 
     def _wait_for_transfers(self, node: Node) -> None:

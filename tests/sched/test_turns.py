@@ -60,6 +60,24 @@ def test_no_answer_waits_for_more_prompts_than_the_budget_and_a_slice(seed: int)
     rig.check_idle()
 
 
+def test_a_stream_of_cached_prompts_stops_no_answer() -> None:
+    """Red if a slice of a token kept answers out: the budget has room for a thousand of them."""
+    rng = random.Random(5)
+    rig = sliced(overlap=False, max_running=12)
+    head = prompt_of(rng, 40)
+    rig.add("head", head, max_tokens=1)
+    rig.run()
+    rig.add("talks", prompt_of(rng, 4), max_tokens=30)
+    rig.step(2)
+    before = len(rig.worker.plans)
+    for number in range(20):
+        rig.add(f"r{number}", [*head, number], max_tokens=1)
+        rig.step()
+    assert all(len(plan.rows) == 2 for plan in rig.worker.plans[before:])
+    rig.run()
+    rig.check_idle()
+
+
 def test_a_short_prompt_overtakes_a_long_one_at_the_next_slice() -> None:
     rng = random.Random(2)
     rig = sliced(overlap=False)

@@ -74,6 +74,39 @@ def test_what_was_lost_is_written_again_when_it_is_used(policy: str, lost: slice
     assert ask(again, "after a restart", prompt).storage == PAGES * P
 
 
+@pytest.mark.parametrize("lost", [slice(0, PAGES), slice(PAGES, None)], ids=["head", "tail"])
+def test_a_part_of_a_branched_path_is_written_again_behind_a_small_host(lost: slice):
+    """What is stored below is of no use without its head, and the head not whole without a tail."""
+    storage = SimStorage()
+    rig = start(storage, num_pages=60, host_pages=30)
+    rng = random.Random(3)
+    head = prompt_of(rng, PAGES * P)
+    prompts = [head + prompt_of(rng, 4 * P + 1) for _ in range(2)]
+    for number, prompt in enumerate((*prompts, prompts[0])):
+        ask(rig, str(number), prompt)
+    assert all(in_storage(rig, storage, prompts[0]))
+    storage.lose(links_of(rig, prompts[0])[lost])
+    for number in range(3):
+        ask(rig, f"again {number}", prompts[0])
+    assert all(in_storage(rig, storage, prompts[0]))
+    again = start(storage, num_pages=60, host_pages=30)
+    assert ask(again, "after a restart", prompts[0]).storage == (PAGES + 4) * P
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_storage_has_lost_does_not_leave_the_device_without_a_copy(policy: str):
+    """A host smaller than the device takes no copies of what is stored; of this it does."""
+    storage = SimStorage()
+    rig = start(storage, policy, num_pages=40, host_pages=30)
+    rng = random.Random(3)
+    prompt = prompt_of(rng, PAGES * P + 1)
+    stored(rig, prompt, policy)
+    storage.lose(links_of(rig, prompt))
+    for number in range(2):
+        ask(rig, f"other {number}", prompt_of(rng, 20 * P))
+    assert ask(rig, "again", prompt).host == PAGES * P
+
+
 def test_pages_on_the_device_alone_are_copied_for_it():
     """The host has lost its copies: storage gets the pages by way of the host again."""
     storage = SimStorage()

@@ -193,7 +193,7 @@ async def _run_restart(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Player:
+class TracePlayer:
     """Who plays the trace, and with what."""
 
     server: Peer | PhloemServer
@@ -208,7 +208,7 @@ class _Player:
 
 def trace_players(
     trace: AgentTrace, ours: PhloemServer, peer: Peer, spec: ServerSpec, folder: Path
-) -> list[_Player]:
+) -> list[TracePlayer]:
     """Ours and the peer with a pool of a third of the trace; ours also with host memory behind it,
     and with storage, whose stage is a part of the third, as large as the longest prompt allows."""
     least = trace.longest_tokens + 64
@@ -217,15 +217,15 @@ def trace_players(
     # A pool must hold the longest prompt that a server lets in.
     alone = replace(small, max_model_len=min(pool, spec.max_model_len))
     players = [
-        _Player(server=ours, spec=alone),
-        _Player(server=peer, spec=alone),
-        _Player(server=replace(ours, host_memory=HOST_MEMORY), spec=alone, tier="host_tier"),
+        TracePlayer(server=ours, spec=alone),
+        TracePlayer(server=peer, spec=alone),
+        TracePlayer(server=replace(ours, host_memory=HOST_MEMORY), spec=alone, tier="host_tier"),
     ]
     stage = min(pool // 3, pool - least)
     if stage >= LEAST_STAGE:
         staged = replace(small, max_model_len=least, storage=folder)
         server = replace(ours, stage_tokens=stage)
-        players.append(_Player(server=server, spec=staged, tier="storage"))
+        players.append(TracePlayer(server=server, spec=staged, tier="storage"))
     return players
 
 
