@@ -135,9 +135,16 @@ class EngineLoop:
         busy = waiting > 0
         if self._tiers is not None:
             busy |= self._look_at_tiers(self._tiers, result, idle=not waiting)
-        if result is not None and (chunks := self.scheduler.apply(result)):
-            self._emit(chunks)
+        if result is not None:
+            self._take(result)
         return busy
+
+    def _take(self, result: StepResult) -> None:
+        chunks = self.scheduler.apply(result)
+        if chunks:
+            self._emit(chunks)
+        if any(chunk.finish is not None for chunk in chunks):
+            self._times.answer_ended()
 
     def _wait_for_arrivals(self) -> None:
         """While a step is in flight: until it is time for the next plan."""

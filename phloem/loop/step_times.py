@@ -11,6 +11,10 @@ __all__ = ["StepTimes"]
 
 _LOOK_BACK = 4  # steps
 _EARLY = 0.1  # of a step
+# Steps so short are planned late only for this long after an answer's end, when its client may go
+# on: otherwise whoever comes would wait no more than such a step, and looking out costs 0.1 ms.
+_SHORT_S = 0.03
+_EXPECTED_S = 0.05
 
 
 class StepTimes:
@@ -27,6 +31,7 @@ class StepTimes:
         self._seconds: deque[float] = deque(maxlen=_LOOK_BACK)
         self._began_s = clock.now_s()  # when the first of them did
         self._planning_s = 0.0
+        self._expects_until_s = 0.0
 
     def submitted(self, plan: StepPlan, planning_s: float) -> None:
         """A plan was made and handed over, which took `planning_s`."""
@@ -41,9 +46,15 @@ class StepTimes:
             self._seconds.append(result.compute_s)
         self._began_s = self._clock.now_s()
 
+    def answer_ended(self) -> None:
+        """Its client may go on soon."""
+        self._expects_until_s = self._clock.now_s() + _EXPECTED_S
+
     def plan_at_s(self) -> float:
         """When to begin planning so that the next plan is there in time."""
         if not self._in_flight or not self._seconds:
             return self._began_s
         shortest_s = min(self._seconds)
+        if shortest_s < _SHORT_S and self._began_s >= self._expects_until_s:
+            return self._began_s
         return self._began_s + (1 - _EARLY) * shortest_s - 2 * self._planning_s

@@ -47,3 +47,21 @@ def test_before_anything_is_known_plans_are_made_at_once() -> None:
     times = StepTimes(clock)
     times.submitted(plan(1), 0.0)
     assert times.plan_at_s() == 3.0
+
+
+def test_short_steps_are_planned_late_only_after_an_answer_has_ended() -> None:
+    """Red if steady decoding looked out in every step, or a client that goes on came too late."""
+    clock = VirtualClock()
+    times = StepTimes(clock)
+    for _ in range(3):
+        run(times, clock, plan(1, 1), 0.01)
+    times.submitted(plan(1, 1), 0.0)
+    assert times.plan_at_s() == clock.now_s()
+    times.collected(StepResult(step=0, rows=(), compute_s=0.01))
+    times.answer_ended()
+    times.submitted(plan(1), 0.0)
+    assert times.plan_at_s() == pytest.approx(clock.now_s() + 0.009)
+    clock.advance(0.1)
+    times.collected(StepResult(step=0, rows=(), compute_s=0.01))
+    times.submitted(plan(1), 0.0)
+    assert times.plan_at_s() == clock.now_s()
