@@ -13,7 +13,7 @@ _LOOK_BACK = 4  # steps
 _EARLY = 0.1  # of a step
 # Steps so short are planned late only for this long after an answer's end, when its client may go
 # on: otherwise whoever comes would wait no more than such a step, and looking out costs 0.1 ms.
-_SHORT_S = 0.03
+_SHORT_S = 0.1
 _EXPECTED_S = 0.05
 
 

@@ -240,13 +240,13 @@ def test_who_comes_in_the_first_part_of_a_step_is_in_the_next_one():
             steps.append(rig.worker.plans[-1].step)
             rig.add("late", [1, 2], max_tokens=1)
 
-    worker = TimedWorker(rig, itertools.repeat(0.1), comes)
+    worker = TimedWorker(rig, itertools.repeat(0.2), comes)
     rig.loop._worker = worker
     rig.add("talks", [1, 2, 3], max_tokens=30)
     rig.run()
     first = next(plan.step for plan in rig.worker.plans if len(plan.rows) == 2)
     assert first == steps[0] + 1
-    assert all(0 < ahead_s < 0.02 for ahead_s in worker.ahead_s[5:]), worker.ahead_s
+    assert all(0 < ahead_s < 0.04 for ahead_s in worker.ahead_s[5:]), worker.ahead_s
     rig.check_idle()
 
 
@@ -254,12 +254,12 @@ def test_who_comes_in_the_first_part_of_a_step_is_in_the_next_one():
 def test_steps_that_differ_are_planned_before_the_one_before_ends(seed: int):
     """A step is expected to last as long as the shortest of the last ones: it hardly waits."""
     rng, rig = random.Random(seed), Rig(overlap=True)
-    worker = TimedWorker(rig, (rng.uniform(0.09, 0.12) for _ in itertools.count()))
+    worker = TimedWorker(rig, (rng.uniform(0.18, 0.24) for _ in itertools.count()))
     rig.loop._worker = worker
     rig.add("talks", [1, 2, 3], max_tokens=200)
     rig.run()
     assert sum(ahead_s <= 0 for ahead_s in worker.ahead_s) < 0.05 * len(worker.ahead_s)
-    assert statistics.mean(worker.ahead_s) < 0.04
+    assert statistics.mean(worker.ahead_s) < 0.08
     rig.check_idle()
 
 

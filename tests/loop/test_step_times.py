@@ -27,19 +27,19 @@ def test_the_next_plan_is_there_before_the_step_ends() -> None:
     """Planning takes 2 ms: it begins more than that before nine tenths of the step are over."""
     clock = VirtualClock(5.0)
     times = StepTimes(clock)
-    run(times, clock, plan(1, 1), 0.1)
+    run(times, clock, plan(1, 1), 0.2)
     times.submitted(plan(1, 1), 0.002)
-    assert times.plan_at_s() == pytest.approx(5.1 + 0.09 - 2 * 0.002)
+    assert times.plan_at_s() == pytest.approx(5.2 + 0.18 - 2 * 0.002)
 
 
 def test_only_steps_of_decodes_are_judged_and_the_shortest_counts() -> None:
     clock = VirtualClock()
     times = StepTimes(clock)
-    for seconds in (0.1, 0.08, 0.12):
+    for seconds in (0.2, 0.16, 0.24):
         run(times, clock, plan(1, 1), seconds)
     run(times, clock, plan(1, 40), 0.01)
     times.submitted(plan(1), 0.0)
-    assert times.plan_at_s() == pytest.approx(clock.now_s() + 0.9 * 0.08)
+    assert times.plan_at_s() == pytest.approx(clock.now_s() + 0.9 * 0.16)
 
 
 def test_before_anything_is_known_plans_are_made_at_once() -> None:
