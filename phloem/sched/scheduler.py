@@ -201,7 +201,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step; None if there is nothing to compute until a step in flight is applied."""
         self._pass_no += 1
-        answers = [request for request in self._running if request.wants_decode]
+        answers = [request for request in self._running if request.phase is Phase.DECODE]
         decodes = self._plan_decodes(answers) if self._turns.decodes_are_due else []
         self._admission.admit(self._view)
         prefills = self._plan_prefills()

@@ -131,8 +131,8 @@ def _run(number: int, run: Mapping[str, Any]) -> list[str]:
 
 
 def _ratio_table(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each figure as the last run that has measured it found it; beside the best of several peers,
-    as that of the runs did which knows the best one."""
+    """Each figure as the last run that has measured it found it; beside the best peer, the worst of
+    all runs: they differ in peers or in size."""
     rows = ["| figure | value | rounds p10 ... p90 | wanted | run |", "|---|---|---|---|---|"]
     for name, wanted in _TARGETS.items():
         number, result = _standing(runs, name)
@@ -143,15 +143,17 @@ def _ratio_table(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _standing(runs: Sequence[Mapping[str, Any]], name: str) -> tuple[int | str, Any]:
     """Number of the run and the figure that stand for `name`; ("", None) if there is none."""
-    by_peers: dict[frozenset[str], tuple[int, Any]] = {}
-    of_several = name.endswith("_over_best")
-    for number, run in enumerate(runs, 1):
-        peers = frozenset(peer["peer"] for peer in run["peers"] if of_several)
-        for result in run["results"]:
-            if result["name"] == name and result["value"] is not None:
-                by_peers[peers] = number, result
-    # Of times, more is worse; of all other names there is one entry.
-    return max(by_peers.values(), key=lambda found: found[1]["value"], default=("", None))
+    found: list[tuple[int | str, Any]] = [
+        (number, result)
+        for number, run in enumerate(runs, 1)
+        for result in run["results"]
+        if result["name"] == name and result["value"] is not None
+    ]
+    if not found:
+        return "", None
+    if name.endswith("_over_best"):  # of times, more is worse
+        return max(found, key=lambda entry: entry[1]["value"])
+    return found[-1]
 
 
 def _missing(runs: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -232,6 +232,7 @@ def trace_players(
 async def _run_trace(
     measured: Measured, ours: PhloemServer, spec: ServerSpec, plan: PairPlan, say: Say
 ) -> None:
+    """All players, part by part in turn."""
     trace = plan.trace
     assert trace is not None, "called for a plan with a trace"
     async with contextlib.AsyncExitStack() as stack:
