@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <exception>
 
+#include "attention_amx.h"
 #include "codec.h"
 #include "context.h"
 
@@ -23,6 +24,7 @@ public:
     Plan(phloem_ctx &ctx, const AttentionCall &call)
         : ctx_(ctx), call_(call), group_(call.args.num_heads / call.kv.num_kv_heads),
           dim_(value_dim(call.kv)), tile_tokens_(std::max<int64_t>(1, tile_rows() / group_)) {
+        if (ctx.amx && ctx.amx->fits(call)) amx_ = ctx.amx;
         ctx_.items.clear();
         ctx_.merges.clear();
         const int32_t multiple = ctx.kernels->decode_dim_multiple;
@@ -41,7 +43,7 @@ public:
         float *ml = parts + num_parts_ * group_ * dim_;
         const Kernels &kernels = *ctx_.kernels;
         const int64_t scratch_floats =
-            ceil_div(std::max(kernels.tile_scratch_floats(tile_tokens_, group_, call_.kv),
+            ceil_div(std::max(tile_scratch_floats(),
                               kernels.decode_scratch_floats(group_, call_.kv.head_dim)),
                      16) * 16;
         float *scratch = ctx_.scratch.get<float>(scratch_floats * ctx_.pool.size());
@@ -51,7 +53,7 @@ public:
             float *o = item.part_index < 0 ? nullptr : parts + item.part_index * group_ * dim_;
             float *sums = item.part_index < 0 ? nullptr : ml + item.part_index * group_ * 2;
             if (item.decode) kernels.attention_decode(call_, item.part, after(i), o, sums, mine);
-            else kernels.attention_tile(call_, item.tile, o, sums, mine);
+            else tile(item.tile, o, sums, mine);
         });
         // A merge is short: several to a task.
         const int64_t n = (int64_t)ctx_.merges.size(), step = 16;
@@ -66,12 +68,23 @@ public:
     }
 
 private:
+    int64_t tile_scratch_floats() const {
+        const auto floats = amx_ ? amx_->scratch_floats : ctx_.kernels->tile_scratch_floats;
+        return floats(tile_tokens_, group_, call_.kv);
+    }
+    void tile(const TileItem &item, float *o, float *ml, float *scratch) const {
+        (amx_ ? amx_->tile : ctx_.kernels->attention_tile)(call_, item, o, ml, scratch);
+    }
+
     // The item that the thread of item i takes next if all take equally long.
     const DecodeItem *after(int64_t i) const {
         const size_t next = (size_t)(i + ctx_.pool.size());
         if (next >= ctx_.items.size() || !ctx_.items[next].decode) return nullptr;
         return &ctx_.items[next].part;
     }
+
+    // Whole blocks.
+    int64_t part_of_tiles() const { return amx_ ? 2 * amx_->block : kTilePartTokens; }
 
     int64_t tile_rows() const {
         const int64_t fit = kTileCacheBytes / (4 * (call_.kv.head_dim + dim_));
@@ -89,7 +102,7 @@ private:
     void add_decode(int32_t row, int32_t token) {
         const int64_t end = (int64_t)call_.batch.positions[token] + 1;
         const int64_t begin = first_seen_by(row, token);
-        const int64_t length = by_tiles_ ? kTilePartTokens : kPartTokens;
+        const int64_t length = by_tiles_ ? part_of_tiles() : kPartTokens;
         for (int32_t head = 0; head < call_.kv.num_kv_heads; ++head) {
             const int64_t first_part = num_parts_;
             for (int64_t t = begin; t < end;) {
@@ -126,6 +139,7 @@ private:
     const AttentionCall &call_;
     int64_t group_, dim_, tile_tokens_, num_parts_ = 0;
     bool by_tiles_ = false;
+    const AmxAttention *amx_ = nullptr;  // for tiles, if it fits
 };
 
 }  // namespace

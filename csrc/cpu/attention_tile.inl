@@ -313,8 +313,9 @@ static void tile_block(const AttentionCall &call, const TileRows &rows, const Ti
 
 // What a tile has seen goes to the output, or, where the context is cut in parts, to o (rows, dv)
 // and ml (rows, 2), not divided.
+template <class Scratch>
 static void tile_results(const AttentionCall &call, const TileItem &item, int64_t group,
-                         const TileScratch &t, float *o, float *ml) {
+                         const Scratch &t, float *o, float *ml) {
     for (int64_t r = 0; r < (item.tok1 - item.tok0) * group; ++r) {
         const int64_t at = r % kPanel;
         if (at == 0)

@@ -93,13 +93,20 @@ const Bf16Kernels *bf16_of(int32_t isa) {
     return (void)isa, nullptr;
 }
 
+const AmxAttention *amx_of(int32_t isa) {
+#if defined(PHLOEM_HAVE_AMX)
+    if (isa == PHLOEM_ISA_AMX) return &kAmxAttention;
+#endif
+    return (void)isa, nullptr;
+}
+
 }  // namespace
 
 }  // namespace phloem
 
 phloem_ctx::phloem_ctx(int32_t isa_, int num_threads)
     : isa(isa_), kernels(phloem::kernels_of(isa_)), bf16(phloem::bf16_of(isa_)),
-      pool(num_threads) {}
+      amx(phloem::amx_of(isa_)), pool(num_threads) {}
 
 extern "C" {
 

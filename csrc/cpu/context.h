@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "attention_amx.h"
 #include "bf16.h"
 #include "kernels.h"
 #include "threads.h"
@@ -48,6 +49,7 @@ struct phloem_ctx {
     int32_t isa;
     const phloem::Kernels *kernels;
     const phloem::Bf16Kernels *bf16;  // nullptr: bf16 weights are widened
+    const phloem::AmxAttention *amx;   // nullptr: there are no tiles
     phloem::ThreadPool pool;
     phloem::Buffer x, xq, scratch, parts, normed, qkv, activation;
     std::vector<phloem::AttentionItem> items;
