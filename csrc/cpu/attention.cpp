@@ -12,6 +12,8 @@ namespace {
 // Queries (tokens x heads of a group) of one tile: many, since rows are unpacked once for all of
 // them, but so few that each thread has some tiles and that a tile's queries and sums stay in L2.
 constexpr int64_t kMostTileRows = 256, kLeastTileRows = 64, kTilesPerThread = 8;
+// A tile of AMX passes over K and V so fast that reading them counts: more queries to a tile.
+constexpr int64_t kMostAmxRows = 384, kAmxTilesPerThread = 6;
 constexpr int64_t kTileCacheBytes = 256 << 10;
 constexpr int64_t kPartTokens = 256;  // context of one decode task; cuts lie at multiples of it
 constexpr int64_t kTilePartTokens = 288;  // of one that is a tile; whole blocks of tokens
@@ -23,8 +25,9 @@ class Plan {
 public:
     Plan(phloem_ctx &ctx, const AttentionCall &call)
         : ctx_(ctx), call_(call), group_(call.args.num_heads / call.kv.num_kv_heads),
-          dim_(value_dim(call.kv)), tile_tokens_(std::max<int64_t>(1, tile_rows() / group_)) {
+          dim_(value_dim(call.kv)) {
         if (ctx.amx && ctx.amx->fits(call)) amx_ = ctx.amx;
+        tile_tokens_ = std::max<int64_t>(1, tile_rows() / group_);
         ctx_.items.clear();
         ctx_.merges.clear();
         const int32_t multiple = ctx.kernels->decode_dim_multiple;
@@ -89,8 +92,9 @@ private:
     int64_t tile_rows() const {
         const int64_t fit = kTileCacheBytes / (4 * (call_.kv.head_dim + dim_));
         const int64_t all = (int64_t)call_.batch.num_tokens * call_.args.num_heads;
-        const int64_t share = ceil_div(all, kTilesPerThread * ctx_.pool.size());
-        return std::max(kLeastTileRows, std::min({fit, share, kMostTileRows}));
+        const int64_t tiles = (amx_ ? kAmxTilesPerThread : kTilesPerThread) * ctx_.pool.size();
+        const int64_t most = amx_ ? kMostAmxRows : kMostTileRows;
+        return std::max(kLeastTileRows, std::min({fit, ceil_div(all, tiles), most}));
     }
 
     int64_t first_seen_by(int32_t row, int32_t token) const {
@@ -137,7 +141,7 @@ private:
 
     phloem_ctx &ctx_;
     const AttentionCall &call_;
-    int64_t group_, dim_, tile_tokens_, num_parts_ = 0;
+    int64_t group_, dim_, tile_tokens_ = 1, num_parts_ = 0;
     bool by_tiles_ = false;
     const AmxAttention *amx_ = nullptr;  // for tiles, if it fits
 };

@@ -12,167 +12,143 @@
 // Compiled for AVX-512 (for AVX2 with PHLOEM_EMULATE): the exponents are most of the work.
 #include "attention_amx.h"
 
-#include "attention_tile.inl"
-#include "tiles.h"
+#include "amx_rows.inl"
 
 namespace phloem {
 namespace PHLOEM_NS {
 
-constexpr int64_t kAmxBlock = 128;   // tokens of K and V per step
-constexpr int64_t kDepth = 32;       // numbers that a tile multiplies away
-constexpr int64_t kTileNumbers = kTileRows * kDepth;  // bf16 of a tile, 1 KiB
-constexpr int64_t kMostDim = 256;
+// Tile D of Q: those of the first four stay in 4 ... 7 for a whole panel.
+template <int D> PHLOEM_INLINE void amx_query_tiles(const uint16_t *q, int depth) {
+    if constexpr (D < 4) {
+        if (D < depth) tile_load<4 + D>(q + D * kTileNumbers, kTileBytes);
+        amx_query_tiles<D + 1>(q, depth);
+    }
+}
 
-struct AmxScratch {
-    int64_t d, dv, rp, total = 0;  // as in TileScratch
-    float *o, *s, *m, *l, *rows;
-    uint16_t *q, *p, *k, *v;       // tiles, one after another
-    uint32_t *pairs;
-    int32_t *pos;
+// Sums 0 and 1 += tiles D of two tiles of tokens times Q's.
+template <int D, int DEPTH, bool BOTH>
+PHLOEM_INLINE void amx_key_tiles(const uint16_t *k) {
+    if constexpr (D < DEPTH) {
+        tile_load<2>(k + D * kTileNumbers, kTileBytes);
+        tile_dot<0, 2, 4 + D>();
+        if (BOTH) {
+            tile_load<3>(k + (DEPTH + D) * kTileNumbers, kTileBytes);
+            tile_dot<1, 3, 4 + D>();
+        }
+        amx_key_tiles<D + 1, DEPTH, BOTH>(k);
+    }
+}
 
-    AmxScratch(int64_t tokens, int64_t group, const phloem_kv_layer &kv, float *at = nullptr)
-        : d(kv.head_dim), dv(value_dim(kv)), rp(ceil_div(tokens * group, kPanel)) {
-        const auto take = [&](int64_t floats) {
-            float *begin = at ? at + total : at;
-            total += ceil_div(floats, kPanel) * kPanel;
-            return begin;
-        };
-        o = take(rp * dv * kPanel);
-        s = take(kAmxBlock * kPanel);
-        q = (uint16_t *)take(rp * d * kPanel / 2);
-        p = (uint16_t *)take(kAmxBlock * kPanel / 2);
-        k = (uint16_t *)take(kAmxBlock * d / 2);
-        v = (uint16_t *)take(kAmxBlock * dv / 2);
-        pairs = (uint32_t *)take(kDepth / 2 * dv);
-        m = take(rp * kPanel);
-        l = take(rp * kPanel);
-        rows = take(kPanel * imax(d, dv));
-        pos = (int32_t *)take(rp * kPanel);
+// The same for any depth, with Q's tiles in turn.
+template <bool BOTH>
+PHLOEM_INLINE void amx_deep_tiles(const uint16_t *q, const uint16_t *k, int64_t depth) {
+    for (int64_t c = 0; c < depth; ++c, k += kTileNumbers) {
+        tile_load<4>(q + c * kTileNumbers, kTileBytes);
+        tile_load<2>(k, kTileBytes);
+        tile_dot<0, 2, 4>();
+        if (BOTH) {
+            tile_load<3>(k + depth * kTileNumbers, kTileBytes);
+            tile_dot<1, 3, 4>();
+        }
+    }
+}
+
+template <int DEPTH, bool BOTH>
+PHLOEM_INLINE void amx_score_rows(const uint16_t *q, const uint16_t *k, int64_t depth, float *s) {
+    tile_zero<0>();
+    if (BOTH) tile_zero<1>();
+    if constexpr (DEPTH > 0) amx_key_tiles<0, DEPTH, BOTH>(k);
+    else amx_deep_tiles<BOTH>(q, k, depth);
+    tile_store<0>(s, kTileBytes);
+    if (BOTH) tile_store<1>(s + kTileRows * kPanel, kTileBytes);
+}
+
+// DEPTH: tiles of a row, or 0 for any number.
+template <int DEPTH>
+static void amx_scores_of(const AmxScratch &t, const uint16_t *q, int64_t first, int64_t n,
+                          float *s) {
+    const int64_t depth = t.d / kDepth, tile = depth * kTileNumbers;
+    const uint16_t *k = t.k + first / kTileRows * tile;
+    amx_query_tiles<0>(q, DEPTH);
+    int64_t i = first;
+    s += i * kPanel;
+    for (; i + kTileRows < n; i += 2 * kTileRows, k += 2 * tile, s += 2 * kTileRows * kPanel)
+        amx_score_rows<DEPTH, true>(q, k, depth, s);
+    if (i < n) amx_score_rows<DEPTH, false>(q, k, depth, s);
+}
+
+// Rows first ... of s, up to whole tiles of n.
+static void amx_scores(const AmxScratch &t, const uint16_t *q, int64_t first, int64_t n, float *s) {
+    switch (t.d / kDepth) {
+        case 1: return amx_scores_of<1>(t, q, first, n, s);
+        case 2: return amx_scores_of<2>(t, q, first, n, s);
+        case 3: return amx_scores_of<3>(t, q, first, n, s);
+        case 4: return amx_scores_of<4>(t, q, first, n, s);
+        default: return amx_scores_of<0>(t, q, first, n, s);
+    }
+}
+
+// f<I>() for I below N.
+template <int I, int N, class F> PHLOEM_INLINE void each(const F &f) {
+    if constexpr (I < N) {
+        f.template operator()<I>();
+        each<I + 1, N>(f);
+    }
+}
+
+struct LoadSums {
+    const float *o;
+    template <int I> inline __attribute__((always_inline)) void operator()() const {
+        tile_load<I>(o + I * kTileRows * kPanel, kTileBytes);
+    }
+};
+struct StoreSums {
+    float *o;
+    template <int I> inline __attribute__((always_inline)) void operator()() const {
+        tile_store<I>(o + I * kTileRows * kPanel, kTileBytes);
+    }
+};
+struct AddValues {
+    const uint16_t *v;
+    template <int I> inline __attribute__((always_inline)) void operator()() const {
+        constexpr int kTile = 5 + I % 3;
+        tile_load<kTile>(v + I * kTileNumbers, kTileBytes);
+        tile_dot<I, kTile, 4>();
     }
 };
 
-static int64_t amx_scratch_floats(int64_t tokens, int64_t group, const phloem_kv_layer &kv) {
-    return AmxScratch(tokens, group, kv).total;
-}
-
-static bool amx_fits(const AttentionCall &call) {
-    const phloem_kv_layer &kv = call.kv;
-    return kv.dtype == PHLOEM_BF16 && !is_latent(kv) && kv.head_dim % kDepth == 0 &&
-           value_dim(kv) % kDepth == 0 && kv.head_dim <= kMostDim && value_dim(kv) <= kMostDim &&
-           call.args.scale > 0;
-}
-
-// y[c][r] = x[r][c] of 16 rows of n words; floats are moved, not touched.
-static void turn(const void *x, int64_t n, void *y) {
-    transpose((const float *)x, n, kTileRows, n, (float *)y, kTileRows);
-}
-
-static void amx_load_queries(const AttentionCall &call, const TileItem &item, int64_t group,
-                             AmxScratch &t) {
-    const int64_t rows = (item.tok1 - item.tok0) * group;
-    uint16_t *rounded = (uint16_t *)t.s;  // 16 rows of d numbers; s is free
-    for (int64_t r = 0; r < t.rp * kPanel; ++r) {
-        t.m[r] = -__builtin_inff();
-        t.l[r] = 0.0f;
-        const int64_t token = item.tok0 + imin(r, rows - 1) / group, at = r % kPanel;
-        t.pos[r] = call.batch.positions[token];
-        if (r < rows) {
-            read_query(call.args, token, item.kv_head * group + r % group, t.d, 1.0f, t.rows);
-            narrow(t.rows, rounded + at * t.d, t.d);
-        } else {
-            memset(rounded + at * t.d, 0, sizeof(uint16_t) * t.d);
-        }
-        if (at == kPanel - 1) turn(rounded, t.d / 2, t.q + r / kPanel * t.d * kPanel);
+// N tiles of O of a panel += those of V^T times P^T, over whole groups of 32 tokens.
+template <int N>
+static void amx_values_of(const uint16_t *v, int64_t group, const uint16_t *p, int64_t groups,
+                          float *o) {
+    each<0, N>(LoadSums{o});
+    for (int64_t i = 0; i < groups; ++i, v += group, p += kTileNumbers) {
+        tile_load<4>(p, kTileBytes);
+        each<0, N>(AddValues{v});
     }
-    memset(t.o, 0, sizeof(float) * t.rp * kPanel * t.dv);
+    each<0, N>(StoreSums{o});
 }
 
-// Rows of a block's tokens; where there is none, null.
-struct AmxRows {
-    int64_t t0 = 0, n = 0;
-    const uint16_t *at[kAmxBlock];
-
-    void find(const KvReader &reader, int64_t block, const TileItem &item) {
-        const int64_t lead = imax<int64_t>(0, item.t0 - block);
-        t0 = block;
-        n = imax<int64_t>(0, imin(kAmxBlock, item.t1 - block));
-        int64_t offsets[kAmxBlock];
-        if (n > lead) reader.offsets(t0 + lead, n - lead, offsets + lead);
-        for (int64_t i = 0; i < kAmxBlock; ++i)
-            at[i] = i < lead || i >= n ? nullptr : (const uint16_t *)reader.kv.base + offsets[i];
-    }
-};
-
-// K: [16 tokens][d / 32] tiles as they lie. Nothing of other tokens is read: they are zeros.
-static void amx_load_keys(const AmxRows &rows, const AmxScratch &t) {
-    for (int64_t i = 0; i < ceil_div(rows.n, kTileRows) * kTileRows; ++i) {
-        uint16_t *to = t.k + i / kTileRows * t.d * kTileRows + i % kTileRows * kDepth;
-        for (int64_t c = 0; c < t.d; c += kDepth, to += kTileNumbers) {
-            if (rows.at[i]) memcpy(to, rows.at[i] + c, 2 * kDepth);
-            else memset(to, 0, 2 * kDepth);
-        }
-    }
-}
-
-// V: [32 tokens][dv / 16] tiles of 16 numbers by 32 tokens.
-static void amx_load_values(const AmxRows &rows, int64_t value_at, const AmxScratch &t) {
-    static const uint16_t zeros[kMostDim] = {};
-    for (int64_t i = 0; i < rows.n; i += kDepth) {
-        for (int64_t j = 0; j < kDepth / 2; ++j) {
-            const uint16_t *even = rows.at[i + 2 * j], *odd = rows.at[i + 2 * j + 1];
-            even = even ? even + value_at : zeros;
-            odd = odd ? odd + value_at : zeros;
-            uint32_t *pair = t.pairs + j * t.dv;
-            for (int64_t c = 0; c < t.dv; ++c) pair[c] = (uint32_t)odd[c] << 16 | even[c];
-        }
-        turn(t.pairs, t.dv, t.v + i * t.dv);
-    }
-}
-
-// Rows 16 I ... of S from here on: two tiles of tokens at a time, Q's next to each other.
-static void amx_scores(const AmxScratch &t, const uint16_t *q, int64_t lead, int64_t n) {
-    const int64_t depth = t.d / kDepth, from = lead / kTileRows, end = ceil_div(n, kTileRows);
-    const int64_t key_tile = depth * kTileNumbers;
-    const uint16_t *k = t.k + from * key_tile;
-    float *s = t.s + from * kTileRows * kPanel;
-    for (int64_t i = from; i < end; i += 2, k += 2 * key_tile, s += 2 * kTileRows * kPanel) {
-        const bool both = i + 1 < end;
-        tile_zero<0>();
-        if (both) tile_zero<1>();
-        for (int64_t c = 0; c < depth; ++c) {
-            tile_load<2>(q + c * kTileNumbers, kTileBytes);
-            tile_load<3>(k + c * kTileNumbers, kTileBytes);
-            tile_dot<0, 3, 2>();
-            if (!both) continue;
-            tile_load<4>(k + key_tile + c * kTileNumbers, kTileBytes);
-            tile_dot<1, 4, 2>();
-        }
-        tile_store<0>(s, kTileBytes);
-        if (both) tile_store<1>(s + kTileRows * kPanel, kTileBytes);
-    }
-}
-
-// O of a panel += V^T P^T over whole groups of 32 tokens, 32 numbers at a time.
-static void amx_values(const AmxScratch &t, float *o, int64_t lead, int64_t n) {
-    const int64_t from = lead / kDepth, end = ceil_div(n, kDepth), group = t.dv * kDepth;
-    for (int64_t c = 0; c < t.dv; c += 2 * kTileRows, o += 2 * kTileRows * kPanel) {
-        const uint16_t *v = t.v + from * group + c * kDepth, *p = t.p + from * kTileNumbers;
-        tile_load<0>(o, kTileBytes);
-        tile_load<1>(o + kTileRows * kPanel, kTileBytes);
-        for (int64_t i = from; i < end; ++i, v += group, p += kTileNumbers) {
-            tile_load<2>(p, kTileBytes);
-            tile_load<3>(v, kTileBytes);
-            tile_dot<0, 3, 2>();
-            tile_load<4>(v + kTileNumbers, kTileBytes);
-            tile_dot<1, 4, 2>();
-        }
-        tile_store<0>(o, kTileBytes);
-        tile_store<1>(o + kTileRows * kPanel, kTileBytes);
-    }
+static void amx_values(const AmxScratch &t, const uint16_t *p, float *o, int64_t first,
+                       int64_t end) {
+    const int64_t group = t.dv * kDepth, groups = (end - first) / kDepth;
+    const uint16_t *v = t.v + first * t.dv;
+    p += first * kPanel;
+    int64_t tiles = t.dv / kTileRows;
+    for (; tiles >= 4; tiles -= 4, v += 4 * kTileNumbers, o += 4 * kTileRows * kPanel)
+        amx_values_of<4>(v, group, p, groups, o);
+    if (tiles > 0) amx_values_of<2>(v, group, p, groups, o);
 }
 
 // 2^x for x <= kSlack, or a NaN; relative error below 2e-4, far less than rounding to bf16 costs.
 PHLOEM_INLINE vf rough_exp2(vf x) {
+#if defined(__AVX512DQ__)
+    // x - floor(x), 0 for an infinity; then times 2^floor(x).
+    vf r = _mm512_reduce_ps(x, 1);
+    vf p = fma(fma(fma(set1(7.8024521e-2f), r, set1(2.2606716e-1f)), r, set1(6.9583354e-1f)), r,
+               set1(9.9992522e-1f));
+    return _mm512_scalef_ps(p, x);
+#else
     const vf magic = set1(12582912.0f + 127.0f);
     vf c = vmax(set1(-127.0f), x);
     vf t = c + magic;
@@ -180,6 +156,7 @@ PHLOEM_INLINE vf rough_exp2(vf x) {
     vf p = fma(fma(fma(set1(5.5171669e-2f), r, set1(2.4261112e-1f)), r, set1(6.9325677e-1f)), r,
                set1(9.9992807e-1f));
     return p * (vf)((vi)t << 23);
+#endif
 }
 
 // Half up: a weight is not negative, and what is between two numbers need not go to the even one.
@@ -189,6 +166,8 @@ PHLOEM_INLINE vu rounded_bits(vf x) { return (vu)x + 0x8000u; }
 struct AmxSoftmax {
     const AmxScratch &t;
     const PanelView &view;
+    float *s;
+    uint16_t *weights;
     int64_t panel, first, end;  // rows of s that hold scores
     float factor;               // of scores, to exponents of two
 
@@ -202,8 +181,10 @@ struct AmxSoftmax {
             const vi low = last - (view.window - 1);
             oldest = low > oldest ? low : oldest;
         }
+        const vi end_of_block = vi{} + (int32_t)(view.t0 + view.n - 1);
+        last = last < end_of_block ? last : end_of_block;
         for (int64_t i = first; i < end; ++i) {
-            float *at = t.s + i * kPanel + v * W;
+            float *at = s + i * kPanel + v * W;
             const vi token = vi{} + (int32_t)(view.t0 + i);
             store(at, select((token <= last) & (token >= oldest), load(at), minus_inf));
         }
@@ -213,7 +194,7 @@ struct AmxSoftmax {
         vf most[4];
         for (vf &x : most) x = set1(-__builtin_inff());
         for (int64_t i = first; i < end; i += 4)  // whole tiles
-            for (int j = 0; j < 4; ++j) most[j] = vmax(load(t.s + (i + j) * kPanel + v * W), most[j]);
+            for (int j = 0; j < 4; ++j) most[j] = vmax(load(s + (i + j) * kPanel + v * W), most[j]);
         return vmax(vmax(most[0], most[1]), vmax(most[2], most[3]));
     }
 
@@ -240,13 +221,13 @@ struct AmxSoftmax {
         float *l = t.l + panel * kPanel + v * W;
         vf sums[2] = {load(l), vf{}};
         for (int64_t i = first; i < end; i += 2) {
-            const float *at = t.s + i * kPanel + v * W;
+            const float *at = s + i * kPanel + v * W;
             const vf even = rough_exp2(fma(load(at), set1(factor), -m));
             const vf odd = rough_exp2(fma(load(at + kPanel), set1(factor), -m));
             sums[0] += even;
             sums[1] += odd;
             const vu pair = rounded_bits(even) >> 16 | (rounded_bits(odd) & 0xffff0000u);
-            memcpy(t.p + i * kPanel + 2 * v * W, &pair, sizeof pair);
+            memcpy(weights + i * kPanel + 2 * v * W, &pair, sizeof pair);
         }
         store(l, sums[0] + sums[1]);
     }
@@ -259,25 +240,55 @@ struct AmxSoftmax {
     }
 };
 
-static void amx_panel(const AttentionCall &call, const PanelView &view, const AmxScratch &t,
-                      int64_t panel) {
-    // Whole groups of 32 tokens: what is beyond the panel's own weighs nothing.
-    const int64_t first = view.lead / kDepth * kDepth, end = ceil_div(view.n, kDepth) * kDepth;
-    const float softcap = call.args.softcap;
-    amx_scores(t, t.q + panel * t.d * kPanel, first, view.n);
-    const int64_t scored = ceil_div(view.n, kTileRows) * kTileRows;
-    if (scored < end) memset(t.s + scored * kPanel, 0, sizeof(float) * (end - scored) * kPanel);
-    float factor = call.args.scale * kLog2e;
-    if (softcap > 0) {
-        float *s = t.s + first * kPanel;
-        const float inverse = call.args.scale / softcap;
-        for (int64_t i = 0; i < (end - first) * kPanel; i += W)
-            store(s + i, vtanh(load(s + i) * inverse));
-        factor = softcap * kLog2e;
+// A panel before a block: what its queries see of it, in whole groups of 32 tokens.
+struct AmxPanel {
+    PanelView view;
+    int64_t panel, first, end;
+
+    AmxPanel(const AttentionCall &call, const AmxScratch &t, int64_t p, const AmxRows &rows,
+             int64_t read_from)
+        : view(call, t.pos + p * kPanel, rows.t0, rows.n, read_from), panel(p),
+          first(view.lead / kDepth * kDepth), end(ceil_div(view.n, kDepth) * kDepth) {}
+    bool sees() const { return view.n > view.lead; }
+    float *scores(const AmxScratch &t) const { return t.s + panel % 2 * kAmxBlock * kPanel; }
+
+    uint16_t *weights(const AmxScratch &t) const { return t.p + panel % 2 * kAmxBlock * kPanel; }
+
+    void score(const AmxScratch &t) const {
+        if (sees()) amx_scores(t, t.q + panel * t.d * kPanel, first, view.n, scores(t));
     }
-    const bool masked = view.ragged() || first < view.lead || end > view.n;
-    AmxSoftmax{t, view, panel, first, end, factor}.run(masked);
-    amx_values(t, t.o + panel * t.dv * kPanel, first, end);
+    void add(const AmxScratch &t) const {
+        if (sees()) amx_values(t, weights(t), t.o + panel * t.dv * kPanel, first, end);
+    }
+    void weigh(const AttentionCall &call, const AmxScratch &t) const {
+        if (!sees()) return;
+        float *s = scores(t), factor = call.args.scale * kLog2e;
+        const int64_t scored = ceil_div(view.n, kTileRows) * kTileRows;
+        if (scored < end) memset(s + scored * kPanel, 0, sizeof(float) * (end - scored) * kPanel);
+        if (call.args.softcap > 0) {
+            const float inverse = call.args.scale / call.args.softcap;
+            for (int64_t i = first * kPanel; i < end * kPanel; i += W)
+                store(s + i, vtanh(load(s + i) * inverse));
+            factor = call.args.softcap * kLog2e;
+        }
+        const bool masked = view.ragged() || first < view.lead || end > view.n;
+        AmxSoftmax{t, view, s, weights(t), panel, first, end, factor}.run(masked);
+    }
+};
+
+// A tile cannot be loaded before what was just stored there has left for the cache: so between two
+// things that happen to a panel, something happens to others.
+static void amx_block(const AttentionCall &call, const AmxScratch &t, const AmxRows &rows,
+                      const AmxRows &later, int64_t read_from) {
+    AmxAhead ahead(call.kv, later, t.rp);
+    const auto panel = [&](int64_t p) { return AmxPanel(call, t, p, rows, read_from); };
+    panel(0).score(t);
+    for (int64_t p = 0; p <= t.rp; ++p) {
+        if (p + 1 < t.rp) panel(p + 1).score(t);
+        if (p > 0) panel(p - 1).add(t);
+        if (p < t.rp) panel(p).weigh(call, t);
+        ahead.ask();
+    }
 }
 
 static void amx_tile(const AttentionCall &call, const TileItem &item, float *o, float *ml,
@@ -294,16 +305,17 @@ static void amx_tile(const AttentionCall &call, const TileItem &item, float *o, 
         config.rows[i] = kTileRows;
     }
     tiles_begin(config);
-    AmxRows rows;
+    AmxRows blocks[2], *rows = &blocks[0], *later = &blocks[1];
     // Blocks lie at multiples of kAmxBlock: a query's sums do not depend on how its row is chunked.
-    for (int64_t block = item.t0 / kAmxBlock * kAmxBlock; block < item.t1; block += kAmxBlock) {
-        rows.find(reader, block, item);
-        amx_load_keys(rows, t);
-        amx_load_values(rows, call.kv.kv_stride, t);
-        for (int64_t p = 0; p < t.rp; ++p) {
-            const PanelView view(call, t.pos + p * kPanel, block, rows.n, read_from);
-            if (view.n > view.lead) amx_panel(call, view, t, p);
-        }
+    rows->find(reader, item.t0 / kAmxBlock * kAmxBlock, item);
+    while (rows->n > 0) {
+        later->find(reader, rows->t0 + kAmxBlock, item);
+        amx_load_keys(*rows, t);
+        amx_load_values(*rows, call.kv.kv_stride, t);
+        amx_block(call, t, *rows, *later, read_from);
+        AmxRows *done = rows;
+        rows = later;
+        later = done;
     }
     tiles_end();
     tile_results(call, item, group, t, o, ml);

@@ -75,7 +75,7 @@ void compare(const Values &got, const Values &want, double tolerance, const char
 }
 
 // Of the pages that layers and attention are tested with.
-constexpr int kKvHeads = 2, kDim = 32, kPage = 4, kTokens = 41;
+constexpr int kKvHeads = 2, kDim = 32, kPage = 4, kTokens = 141;
 constexpr int kPages = (kTokens + kPage - 1) / kPage;
 
 phloem_kv_layer pool(void *base, int32_t dtype) {

@@ -13,7 +13,11 @@ from phloem.kernels.native_abi import ISA_NUMBERS, CpuIsa
 from tests.kernels.native_build import build, emulated_build, native_library
 
 # Units that may hold instructions with such registers.
-WIDE = {"zmm": ("isa_avx512", "bf16_avx512"), "ymm": ("isa_avx", "bf16_"), "tmm": ("bf16_amx",)}
+WIDE = {
+    "zmm": ("isa_avx512", "bf16_avx512", "bf16_amx_attention"),
+    "ymm": ("isa_avx", "bf16_"),
+    "tmm": ("bf16_amx",),
+}
 
 
 @pytest.mark.parametrize(
