@@ -6,7 +6,8 @@ from phloem.core.errors import ConfigError
 from phloem.kernels.buffer import KVBuffer
 from phloem.kernels.codec import RowCodec, make_codec
 from phloem.kernels.merge import add_sinks, merge_partials
-from phloem.kernels.native_abi import native_available
+from phloem.kernels.native_abi import CpuIsa, native_available
+from phloem.kernels.native_proof import best_isa
 from phloem.kernels.reference import ReferenceOps
 from phloem.kernels.table import Ops, Scoring
 from phloem.kernels.torch_ops import TorchOps, cpu_multiplies_bf16
@@ -29,9 +30,12 @@ __all__ = [
 def cpu_kernels() -> str:
     """What `--kernels auto` takes on this CPU for models that both can compute.
 
-    With bf16 matrix instructions PyTorch: native kernels for those have not been measured yet.
+    PyTorch where native kernels are not built, or are plain C++ and the CPU multiplies bf16 (Arm):
+    PyTorch uses that.
     """
-    return "torch" if cpu_multiplies_bf16() or not native_available() else "native"
+    if not native_available() or (cpu_multiplies_bf16() and best_isa() is CpuIsa.PLAIN):
+        return "torch"
+    return "native"
 
 
 def make_ops(name: str) -> Ops:

@@ -13,6 +13,7 @@ from phloem.attention import MLAAttention, native_mla
 from phloem.attention.mla import Way
 from phloem.attention.native_mla import NativeLatentAttention
 from phloem.core.errors import ConfigError
+from phloem.kernels.native_abi import CpuIsa
 from phloem.worker import WorkerOptions, forward, load_worker
 from tests.kernels.native_build import native_library
 from tests.long import checkered
@@ -198,8 +199,9 @@ def test_int8_weights_stay_close(case):
     assert torch.nn.functional.cosine_similarity(*logits, dim=-1).min() > 0.98
 
 
-def test_auto_takes_native_kernels_where_products_of_bf16_are_slow(tmp_path, monkeypatch):
+def test_auto_takes_native_kernels_unless_pytorch_alone_multiplies_bf16(tmp_path, monkeypatch):
     make_latent("v3", tmp_path)
+    monkeypatch.setattr("phloem.kernels.best_isa", lambda: CpuIsa.PLAIN)
     for fast, chosen in ((False, "native"), (True, "torch")):
         monkeypatch.setattr("phloem.kernels.cpu_multiplies_bf16", lambda fast=fast: fast)
         loaded = load_worker(tmp_path, WorkerOptions(num_pages=4, inline=True))

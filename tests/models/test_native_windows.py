@@ -9,6 +9,7 @@ import torch
 
 from phloem import kernels
 from phloem.config.checkpoint import read_model_config
+from phloem.kernels.native_abi import CpuIsa
 from phloem.models.native_fit import native_fits
 from phloem.worker import forward
 from tests.kernels.native_build import native_library
@@ -27,11 +28,16 @@ def path(request, tmp_path_factory):
     return folder
 
 
-def test_auto_takes_native_kernels_where_products_of_bf16_are_slow(path, monkeypatch):
+def test_auto_takes_native_kernels_unless_pytorch_alone_multiplies_bf16(path, monkeypatch):
     """Every family of windows fits; an MLP whose width is no multiple of a panel does not."""
     config, cpu = read_model_config(path), torch.device("cpu")
-    for fast, chosen in ((False, "native"), (True, "torch")):
+    for fast, isa, chosen in (
+        (False, CpuIsa.PLAIN, "native"),
+        (True, CpuIsa.AMX, "native"),
+        (True, CpuIsa.PLAIN, "torch"),
+    ):
         monkeypatch.setattr(kernels, "cpu_multiplies_bf16", lambda fast=fast: fast)
+        monkeypatch.setattr(kernels, "best_isa", lambda isa=isa: isa)
         assert forward.choose_kernels("auto", cpu, config) == chosen
     odd = replace(config, intermediate_size=100)
     assert "this model's is 100" in (native_fits(odd) or "")
