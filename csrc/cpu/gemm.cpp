@@ -13,6 +13,8 @@ constexpr int64_t kManyRows = 256;      // from here on tasks cut rows too
 constexpr int64_t kRowsCacheBytes = 192 << 10;  // activations of a task, in L2
 constexpr int64_t kLeastRows = 96;      // of a task, or a panel is read for too few of them
 constexpr int64_t kAloneElements = 4096;        // activations converted by the caller alone
+constexpr int64_t kTileRowsBytes = 1280 << 10;  // activations as tiles, in L2 beside panels
+constexpr int64_t kLeastTileRows = 160;         // or panels are read faster than memory gives them
 
 double weight_bytes(const phloem_weight &w) {
     if (is_blocks(w.format))
@@ -31,13 +33,16 @@ struct Gemm {
 
     // Whether activations become bf16.
     bool rounds() const { return ctx.bf16 && w.format == PHLOEM_W_BF16; }
+    bool tiles() const { return rounds() && !ctx.bf16->round; }
 
     GemmTask task(const float *x, int64_t x_stride, int64_t row0, int64_t rows) const {
         GemmTask t{};
         t.x = x;
         t.x_stride = x_stride;
         t.w = &w;
-        t.y = (char *)args.y + row0 * args.y_stride * dtype_bytes(args.y_dtype);
+        if (args.y_dtype == kTiles)
+            t.y = (uint16_t *)args.y + tile_at(row0, 0, ceil_div(args.y_stride, kBf16Depth));
+        else t.y = (char *)args.y + row0 * args.y_stride * dtype_bytes(args.y_dtype);
         if (args.residual)
             t.residual = (const char *)args.residual +
                          row0 * args.residual_stride * dtype_bytes(args.residual_dtype);
@@ -50,26 +55,30 @@ struct Gemm {
         return t;
     }
 
-    // Panel pairs of one task: it takes about kTaskUs, or less if all threads then end together.
-    int64_t pairs_per_task() const {
+    // Panel pairs of one task of m rows: it takes about kTaskUs, or less if all threads then end
+    // together.
+    int64_t pairs_per_task(int64_t m) const {
         const double flops_per_us = rounds() ? ctx.bf16->flops_per_us : kFlopsPerUs;
         const double columns = 2.0 * kPanelColumns * w.k;
         const double us = columns * weight_bytes(w) / kBytesPerUs +
-                          columns * 2.0 * (args.m - 1) / flops_per_us;
+                          columns * 2.0 * (m - 1) / flops_per_us;
         const int64_t pairs = ceil_div(panels, 2), threads = ctx.pool.size();
         int64_t best = std::max<int64_t>(1, (int64_t)(kTaskUs / us));
         const auto longest = [&](int64_t step) {  // of a thread's shares, in pairs
             return ceil_div(ceil_div(pairs, step), threads) * step;
         };
-        const int64_t unit = args.m == 1 ? 2 : 1;  // one row passes over four panels at once
+        const int64_t unit = m <= wide_rows() ? 2 : 1;
         for (int64_t step = std::min(best, pairs) / unit * unit;
              step > 0 && step * us >= kLeastTaskUs; step -= unit)
             if (longest(step) < longest(best)) best = step;
         return best;
     }
 
+    // So many rows pass over four panels at once.
+    int64_t wide_rows() const { return tiles() ? 16 : 1; }
+
     template <class F> void over_panels(const F &f) const {
-        const int64_t step = 2 * pairs_per_task();
+        const int64_t step = 2 * pairs_per_task(args.m);
         ctx.pool.run(ceil_div(panels, step), [&](int64_t i, int thread) {
             f(i * step, std::min(panels, (i + 1) * step), thread);
         });
@@ -177,7 +186,7 @@ struct Gemm {
             GemmTask t = task(nullptr, 0, 0, args.m);
             t.panel0 = p0;
             t.panel1 = p1;
-            ctx.bf16->gemm(t, from, stride);
+            ctx.bf16->gemm(*ctx.kernels, t, from, stride);
         });
     }
 
@@ -193,7 +202,46 @@ struct Gemm {
                            &stride);
             GemmTask t = task(nullptr, 0, row0, n);
             t.panel1 = panels;
-            ctx.bf16->gemm(t, x, stride);
+            ctx.bf16->gemm(*ctx.kernels, t, x, stride);
+        });
+    }
+
+    // All rows as tiles.
+    const uint16_t *rows_tiled() const {
+        if (args.x_dtype == kTiles) return (const uint16_t *)args.x;
+        const int64_t blocks = ceil_div(args.m, 16), k_blocks = ceil_div(w.k, kBf16Depth);
+        uint16_t *x = ctx.xq.get<uint16_t>(blocks * k_blocks * kTileElements);
+        const int64_t step = std::max<int64_t>(1, kAloneElements / w.k / 16);
+        ctx.pool.run(ceil_div(blocks, step), [&](int64_t i, int) {
+            const int64_t row0 = i * step * 16;
+            const char *from =
+                (const char *)args.x + row0 * args.x_stride * dtype_bytes(args.x_dtype);
+            ctx.kernels->round_tiles(from, args.x_dtype, args.x_stride,
+                                     std::min(step * 16, args.m - row0), w.k,
+                                     x + tile_at(row0, 0, k_blocks));
+        });
+        return x;
+    }
+
+    // Tasks are some panels by so many rows that their tiles stay in the cache.
+    void over_tiles() const {
+        const uint16_t *x = rows_tiled();
+        const int64_t k_blocks = ceil_div(w.k, kBf16Depth), unit = ctx.bf16->rows_per_tile;
+        const int64_t most = std::max(kLeastTileRows, kTileRowsBytes / (2 * w.k));
+        const int64_t blocks = ceil_div(args.m, unit), parts = ceil_div(args.m, most);
+        const int64_t step = 2 * pairs_per_task(ceil_div(args.m, parts));
+        const int64_t cuts = ceil_div(panels, step);
+        const int64_t threads = ctx.pool.size(), panel = panel_bytes(w.format, w.k);
+        ctx.pool.run(parts * cuts, [&](int64_t i, int) {
+            const int64_t part = i / cuts, row0 = blocks * part / parts * unit;
+            const int64_t end = std::min(args.m, blocks * (part + 1) / parts * unit);
+            GemmTask t = task(nullptr, 0, row0, end - row0);
+            t.panel0 = i % cuts * step;
+            t.panel1 = std::min(panels, t.panel0 + step);
+            const int64_t next = (i + threads) % cuts * step;
+            if (i + threads < parts * cuts && next + 2 <= panels)
+                t.next = (const char *)w.data + next * panel;
+            ctx.bf16->gemm(*ctx.kernels, t, x + tile_at(row0, 0, k_blocks), 0);
         });
     }
 
@@ -248,7 +296,8 @@ int32_t check_weight(const phloem_weight &w) {
 void run_gemm(phloem_ctx &ctx, const phloem_gemm_args &args) {
     const Gemm gemm(ctx, args);
     const bool blocks = is_blocks(args.w->format), few = args.m < kManyRows;
-    if (gemm.rounds() && few) gemm.few_rows_bf16();
+    if (gemm.tiles()) gemm.over_tiles();
+    else if (gemm.rounds() && few) gemm.few_rows_bf16();
     else if (gemm.rounds()) gemm.many_rows_bf16();
     else if (blocks && few) gemm.few_rows_blocks();
     else if (blocks) gemm.many_rows_blocks();
