@@ -17,6 +17,7 @@ constexpr int64_t kAmxPrefetchBytes = 2048;
 // Two panels of so much k stay in the first cache while rows pass by; then sums are kept in memory.
 constexpr int64_t kChunkBlocks = 18;
 constexpr int64_t kSumRows = 512;  // whose sums are kept
+constexpr int64_t kLeastWritten = 4;  // rows at once, or calls take longest
 constexpr int64_t kPairSums = 2 * kMostRows * kPanel;
 
 // Tiles are configured while this lives: sums and x with `rows` rows.
@@ -92,7 +93,7 @@ static void amx_pair(const Pair &pair, Pending &pending, Ahead &ahead, int64_t l
         if (LOWER) tile_load<2>(sums + kLower, kTileBytes);
         if (LOWER && PANELS > 1) tile_load<3>(right + kLower, kTileBytes);
     }
-    const int64_t rows = ceil_div(kMostRows, pair.blocks);
+    const int64_t rows = imax(kLeastWritten, ceil_div(kMostRows, pair.blocks));
     for (int64_t b = 0; b < pair.blocks; ++b) {
         ahead.fetch(lines);
         tile_load<6>(w, kTileBytes);

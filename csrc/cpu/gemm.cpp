@@ -13,8 +13,9 @@ constexpr int64_t kManyRows = 256;      // from here on tasks cut rows too
 constexpr int64_t kRowsCacheBytes = 192 << 10;  // activations of a task, in L2
 constexpr int64_t kLeastRows = 96;      // of a task, or a panel is read for too few of them
 constexpr int64_t kAloneElements = 4096;        // activations converted by the caller alone
-constexpr int64_t kTileRowsBytes = 1280 << 10;  // activations as tiles, in L2 beside panels
-constexpr int64_t kLeastTileRows = 160;         // or panels are read faster than memory gives them
+// Of products with tiles.
+constexpr int64_t kTileRowsBytes = 800 << 10;  // activations of a task, in L2 beside panels
+constexpr int64_t kLeastTileRows = 160;        // or panels are read faster than memory gives them
 
 double weight_bytes(const phloem_weight &w) {
     if (is_blocks(w.format))
