@@ -15,6 +15,7 @@ constexpr int64_t kLeastRows = 96;      // of a task, or a panel is read for too
 constexpr int64_t kAloneElements = 4096;        // activations converted by the caller alone
 // Of products with tiles.
 constexpr int64_t kTileRowsBytes = 800 << 10;  // activations of a task, in L2 beside panels
+constexpr int64_t kOwnRows = 96;               // of a thread: fewer, and W is what takes longest
 constexpr int64_t kLeastTileRows = 160;        // or panels are read faster than memory gives them
 
 double weight_bytes(const phloem_weight &w) {
@@ -76,7 +77,7 @@ struct Gemm {
     }
 
     // So many rows pass over four panels at once.
-    int64_t wide_rows() const { return tiles() ? 16 : 1; }
+    int64_t wide_rows() const { return tiles() ? kTileRows : 1; }
 
     template <class F> void over_panels(const F &f) const {
         const int64_t step = 2 * pairs_per_task(args.m);
@@ -207,42 +208,57 @@ struct Gemm {
         });
     }
 
+    // Rows row0 ... end - 1 (whole tiles) of x as tiles.
+    void round_tiles(int64_t row0, int64_t end, uint16_t *x) const {
+        if (row0 >= end) return;
+        const char *from = (const char *)args.x + row0 * args.x_stride * dtype_bytes(args.x_dtype);
+        ctx.kernels->round_tiles(from, args.x_dtype, args.x_stride, end - row0, w.k,
+                                 x + tile_at(row0, 0, ceil_div(w.k, kBf16Depth)));
+    }
+
     // All rows as tiles.
     const uint16_t *rows_tiled() const {
         if (args.x_dtype == kTiles) return (const uint16_t *)args.x;
-        const int64_t blocks = ceil_div(args.m, 16), k_blocks = ceil_div(w.k, kBf16Depth);
-        uint16_t *x = ctx.xq.get<uint16_t>(blocks * k_blocks * kTileElements);
-        const int64_t step = std::max<int64_t>(1, kAloneElements / w.k / 16);
-        ctx.pool.run(ceil_div(blocks, step), [&](int64_t i, int) {
-            const int64_t row0 = i * step * 16;
-            const char *from =
-                (const char *)args.x + row0 * args.x_stride * dtype_bytes(args.x_dtype);
-            ctx.kernels->round_tiles(from, args.x_dtype, args.x_stride,
-                                     std::min(step * 16, args.m - row0), w.k,
-                                     x + tile_at(row0, 0, k_blocks));
-        });
+        uint16_t *x = ctx.xq.get<uint16_t>(tiles_size(args.m, w.k));
+        const int64_t step = std::max<int64_t>(1, kAloneElements / w.k / kTileRows) * kTileRows;
+        over_own_rows(ctx, args.m, step,
+                      [&](int64_t row0, int64_t end) { round_tiles(row0, end, x); });
         return x;
     }
 
-    // Tasks are some panels by so many rows that their tiles stay in the cache.
+    void multiply(const uint16_t *x, int64_t row0, int64_t end, int64_t pair0, int64_t pair1) const {
+        if (row0 >= end || pair0 >= pair1) return;
+        GemmTask t = task(nullptr, 0, row0, end - row0);
+        t.panel0 = 2 * pair0;
+        t.panel1 = std::min(panels, 2 * pair1);
+        if (t.panel1 + 2 <= panels)
+            t.next = (const char *)w.data + t.panel1 * panel_bytes(w.format, w.k);
+        ctx.bf16->gemm(*ctx.kernels, t, x + tile_at(row0, 0, ceil_div(w.k, kBf16Depth)), 0);
+    }
+
+    // Many rows: each thread has its own, the same ones in all products, in parts whose tiles stay
+    // in the cache. Few rows: it has its own panels.
     void over_tiles() const {
         const uint16_t *x = rows_tiled();
-        const int64_t k_blocks = ceil_div(w.k, kBf16Depth), unit = ctx.bf16->rows_per_tile;
+        const int64_t pairs = ceil_div(panels, 2), threads = ctx.pool.size();
+        if (args.m < kOwnRows * threads) {
+            const int64_t step = pairs_per_task(args.m), mine = ceil_div(pairs, threads);
+            const int64_t cuts = ceil_div(mine, step);
+            ctx.pool.run_groups(cuts, [&](int64_t group, int64_t i, int) {
+                const int64_t first = group * mine, end = std::min(pairs, first + mine);
+                multiply(x, 0, args.m, first + i * step, std::min(end, first + (i + 1) * step));
+            });
+            return;
+        }
         const int64_t most = std::max(kLeastTileRows, kTileRowsBytes / (2 * w.k));
-        const int64_t blocks = ceil_div(args.m, unit), parts = ceil_div(args.m, most);
-        const int64_t step = 2 * pairs_per_task(ceil_div(args.m, parts));
-        const int64_t cuts = ceil_div(panels, step);
-        const int64_t threads = ctx.pool.size(), panel = panel_bytes(w.format, w.k);
-        ctx.pool.run(parts * cuts, [&](int64_t i, int) {
-            const int64_t part = i / cuts, row0 = blocks * part / parts * unit;
-            const int64_t end = std::min(args.m, blocks * (part + 1) / parts * unit);
-            GemmTask t = task(nullptr, 0, row0, end - row0);
-            t.panel0 = i % cuts * step;
-            t.panel1 = std::min(panels, t.panel0 + step);
-            const int64_t next = (i + threads) % cuts * step;
-            if (i + threads < parts * cuts && next + 2 <= panels)
-                t.next = (const char *)w.data + next * panel;
-            ctx.bf16->gemm(*ctx.kernels, t, x + tile_at(row0, 0, k_blocks), 0);
+        const int64_t parts = ceil_div(args.m, threads * most), all = threads * parts;
+        const int64_t step = pairs_per_task(ceil_div(args.m, all)), cuts = ceil_div(pairs, step);
+        const int64_t unit = ctx.bf16->rows_per_tile, blocks = ceil_div(args.m, unit);
+        ctx.pool.run_groups(parts * cuts, [&](int64_t group, int64_t i, int) {
+            const int64_t part = group * parts + i / cuts, pair = i % cuts * step;
+            multiply(x, blocks * part / all * unit,
+                     std::min(args.m, blocks * (part + 1) / all * unit), pair,
+                     std::min(pairs, pair + step));
         });
     }
 

@@ -108,10 +108,13 @@ constexpr int64_t kBf16Depth = 32;  // of k in one AMX tile; bf16 panels are pad
 // static: every unit keeps the copy that was compiled with its own flags.
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Activations as tiles: 16 rows by 32 of k, 1 KiB, one after another along k. Where row and k lie.
-constexpr int64_t kTileElements = 16 * kBf16Depth;
+constexpr int64_t kTileRows = 16, kTileElements = kTileRows * kBf16Depth;
 static inline int64_t tile_at(int64_t row, int64_t k, int64_t k_blocks) {
-    return (row / 16 * k_blocks + k / kBf16Depth) * kTileElements + row % 16 * kBf16Depth +
-           k % kBf16Depth;
+    return (row / kTileRows * k_blocks + k / kBf16Depth) * kTileElements +
+           row % kTileRows * kBf16Depth + k % kBf16Depth;
+}
+static inline int64_t tiles_size(int64_t m, int64_t k) {
+    return ceil_div(m, kTileRows) * ceil_div(k, kBf16Depth) * kTileElements;
 }
 // Inside of the library a dtype, too: bf16 as tiles; the stride is then k.
 constexpr int32_t kTiles = 100;

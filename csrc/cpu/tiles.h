@@ -7,12 +7,13 @@
 //
 // PHLOEM_EMULATE: the same functions in plain C++, for tests.
 #pragma once
+#include "kernels.h"
 #include "simd.h"
 
 namespace phloem {
 namespace PHLOEM_NS {
 
-constexpr int kTileRows = 16, kTileBytes = 64;
+constexpr int kTileBytes = 64;  // of a row; there are kTileRows of them
 
 // What ldtilecfg reads, palette 1.
 struct alignas(64) TileConfig {
