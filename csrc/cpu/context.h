@@ -59,6 +59,11 @@ namespace phloem {
 int32_t fail(int32_t code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 int32_t check_weight(const phloem_weight &w);
+// Whether products with w are of tiles: then run_gemm takes kTiles as x_dtype, and as y_dtype if the
+// outputs are a multiple of kBf16Depth.
+static inline bool takes_tiles(const phloem_ctx &ctx, const phloem_weight &w) {
+    return ctx.bf16 && !ctx.bf16->round && w.format == PHLOEM_W_BF16;
+}
 // `window` of the layers that the batch is for: what a row reads must lie in its table.
 int32_t check_batch(const phloem_kv_layer &kv, const phloem_batch &batch, int32_t window);
 
@@ -81,6 +86,8 @@ template <class F> void over_own_rows(phloem_ctx &ctx, int64_t m, int64_t step, 
 void run_gemm(phloem_ctx &ctx, const phloem_gemm_args &args);
 void run_rmsnorm(phloem_ctx &ctx, const void *x, void *residual, const float *w, void *y,
                  int32_t dtype, int32_t y_dtype, int64_t m, int64_t d, float eps);
+void run_rmsnorm_tiles(phloem_ctx &ctx, const void *x, const float *w, uint16_t *y, int32_t dtype,
+                       int64_t m, int64_t d, float eps);
 void run_rmsnorm_add(phloem_ctx &ctx, const float *x, const float *w, void *y, int32_t y_dtype,
                      int64_t m, int64_t d, float eps);
 void run_rope(phloem_ctx &ctx, const phloem_rope_args &args, const phloem_kv_layer &kv,

@@ -35,7 +35,7 @@ struct Gemm {
 
     // Whether activations become bf16.
     bool rounds() const { return ctx.bf16 && w.format == PHLOEM_W_BF16; }
-    bool tiles() const { return rounds() && !ctx.bf16->round; }
+    bool tiles() const { return takes_tiles(ctx, w); }
 
     GemmTask task(const float *x, int64_t x_stride, int64_t row0, int64_t rows) const {
         GemmTask t{};

@@ -67,6 +67,7 @@ struct Kernels {
                         uint16_t *out);
     // What gemm does with its sums, for kernels that compute nothing else.
     void (*write_sums)(const GemmTask &task, const SumsBlock &block);
+    // y_dtype also kTiles
     void (*rmsnorm)(const void *x, void *residual, const float *w, void *y, int32_t dtype,
                     int32_t y_dtype, int64_t m, int64_t d, float eps);
     // y += norm(x) * w
