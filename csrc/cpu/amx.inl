@@ -17,7 +17,7 @@ constexpr int64_t kAmxPrefetchBytes = 2048;
 // Two panels of so much k stay in the first cache while rows pass by; then sums are kept in memory.
 constexpr int64_t kChunkBlocks = 18;
 constexpr int64_t kSumRows = 512;  // whose sums are kept
-constexpr int64_t kLeastWritten = 4;  // rows at once, or calls take longest
+constexpr int64_t kLeastWritten = 2;  // rows at once, or calls take longest
 constexpr int64_t kPairSums = 2 * kMostRows * kPanel;
 
 // Tiles are configured while this lives: sums and x with `rows` rows.
@@ -42,22 +42,25 @@ public:
 class Pending {
 public:
     Pending(const Kernels &kernels, const GemmTask &task) : kernels_(kernels), task_(task) {}
-    void set(const SumsBlock &block) { left_ = block; }
-    void some(int64_t most) {
-        if (left_.rows == 0) return;
-        SumsBlock part = left_;
-        part.rows = imin(most, left_.rows);
-        kernels_.write_sums(task_, part);
-        left_.sums += part.rows * kPanel;
-        left_.row0 += part.rows;
-        left_.rows -= part.rows;
+    void set(const SumRows &rows, int64_t count) {
+        rows_ = rows;
+        left_ = count;
+        write_ = kernels_.write_sums(task_, rows_);
     }
-    void all() { some(left_.rows); }
+    void some(int64_t most) {
+        if (left_ == 0) return;
+        const int64_t count = imin(most, left_);
+        left_ -= count;
+        write_(rows_, count);
+    }
+    void all() { some(left_); }
 
 private:
     const Kernels &kernels_;
     const GemmTask &task_;
-    SumsBlock left_{};
+    SumRows rows_{};
+    SumWriter write_ = nullptr;
+    int64_t left_ = 0;
 };
 
 // The panels that come next, fetched into the second cache, a few lines at a time.
@@ -195,10 +198,15 @@ struct AmxGemm {
                     else if (lower) amx_pair<1, true>(pair, pending, next, lines);
                     else amx_pair<1, false>(pair, pending, next, lines);
                     if (b + chunk >= blocks)
-                        pending.set({pair.sums, kMostRows * kPanel, row0 + i, here, p, panels});
+                        pending.set(SumRows{pair.sums, kMostRows * kPanel, row0 + i, p, panels}, here);
                 }
         }
         pending.all();
+    }
+
+    void write(const float *sums, int64_t p, int64_t panels) const {
+        SumRows rows{sums, kTileRows * kPanel, 0, p, panels};
+        kernels.write_sums(task, rows)(rows, task.m);
     }
 
     // At most 16 rows.
@@ -215,8 +223,7 @@ struct AmxGemm {
             }
             constexpr int64_t kNext = kTileRows * kPanel;
             for (int64_t j = 0; j < panels; j += 2)
-                kernels.write_sums(task, {sums + j * kNext, kNext, 0, task.m, p + j,
-                                          imin<int64_t>(2, panels - j)});
+                write(sums + j * kNext, p + j, imin<int64_t>(2, panels - j));
         }
     }
 };

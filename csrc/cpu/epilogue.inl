@@ -6,46 +6,108 @@
 namespace phloem {
 namespace PHLOEM_NS {
 
-// Rows of one panel of outputs; of each, where the first is and how far the next one.
-template <class YT, class RT> struct OutRows {
-    const float *sums, *up;      // rows of 16; up: of the panel after it, with a gate
-    const float *bias, *up_bias;  // or null
-    YT *y;
-    const RT *residual;  // or null
-    int64_t y_step, residual_step, rows;
+enum OutKind { OUT_F32, OUT_BF16, OUT_TILES };
 
-    PHLOEM_INLINE vf biased(const float *sums, const float *bias, int v) {
-        const vf x = load(sums + v * W);
-        return bias ? x + load(bias + v * W) : x;
+template <int GATE> PHLOEM_INLINE vf gated(vf gate, vf up) {
+    return (GATE == PHLOEM_GATE_SILU ? vsilu(gate) : vgelu_tanh(gate)) * up;
+}
+
+template <OutKind OUT> struct OutOf { typedef uint16_t Item; };
+template <> struct OutOf<OUT_F32> { typedef float Item; };
+
+// What writers need, in registers: stores to y might be to SumRows for all the compiler knows.
+template <OutKind OUT, class RT> struct OutRows {
+    typedef typename OutOf<OUT>::Item Y;
+
+    const float *sums, *const bias;
+    Y *y;
+    const RT *residual;
+    int64_t row;
+    const int64_t second, y_step, residual_step, tile_step;
+
+    explicit OutRows(const SumRows &s)
+        : sums(s.sums), bias(s.bias), y((Y *)s.y), residual((const RT *)s.residual), row(s.row),
+          second(s.tile_panel), y_step(s.y_step), residual_step(s.residual_step),
+          tile_step(s.tile_step) {}
+    __attribute__((always_inline)) void next() {
+        sums += kPanel;
+        y += y_step;
+        if (residual) residual += residual_step;
+        if (OUT == OUT_TILES && ++row % kTileRows == 0) y += tile_step;
     }
-    template <int GATE> void write() const {
-        const float *in = sums, *in_up = up;
-        YT *out = y;
-        const RT *add = residual;
-        for (int64_t i = 0; i < rows; ++i) {
-            for (int v = 0; v < NV; ++v) {
-                vf x = biased(in, bias, v);
-                if constexpr (GATE == PHLOEM_GATE_SILU) x = vsilu(x);
-                if constexpr (GATE == PHLOEM_GATE_GELU_TANH) x = vgelu_tanh(x);
-                if constexpr (GATE != PHLOEM_GATE_NONE) x *= biased(in_up, up_bias, v);
-                if (add) x += load(add + v * W);
-                store(out + v * W, x);
-            }
-            in += kPanel, in_up += kPanel, out += y_step;
-            if (add) add += residual_step;
-        }
-    }
-    // Only the first n columns exist.
-    void write_ragged(int64_t n) const {
-        for (int64_t i = 0; i < rows; ++i)
-            for (int64_t c = 0; c < n; ++c) {
-                float x = sums[i * kPanel + c];
-                if (bias) x += bias[c];
-                if (residual) x += get(residual + i * residual_step + c);
-                put(y + i * y_step + c, x);
-            }
+    void keep(SumRows &s) const {
+        s.sums = sums;
+        s.y = y;
+        s.residual = residual;
+        s.row = row;
     }
 };
+
+template <OutKind OUT, class RT, int GATE, int PANELS>
+static void write_rows(SumRows &s, int64_t count) {
+    OutRows<OUT, RT> at(s);
+    for (int64_t i = 0; i < count; ++i, at.next())
+        for (int v = 0; v < PANELS * NV; ++v) {
+            const float *from = at.sums + v / NV * at.second + v % NV * W;
+            vf x = load(from);
+            if (at.bias) x += load(at.bias + v * W);
+            if constexpr (GATE != PHLOEM_GATE_NONE) {
+                vf up = load(from + at.second);
+                if (at.bias) up += load(at.bias + kPanel + v * W);
+                x = gated<GATE>(x, up);
+            }
+            if (at.residual) x += load(at.residual + v * W);
+            store(at.y + v * W, x);
+        }
+    at.keep(s);
+}
+
+// Not all of the columns exist.
+template <OutKind OUT, class RT> static void write_ragged(SumRows &s, int64_t count) {
+    OutRows<OUT, RT> at(s);
+    for (int64_t i = 0; i < count; ++i, at.next())
+        for (int64_t c = 0; c < s.columns; ++c) {
+            float x = at.sums[c / kPanel * at.second + c % kPanel];
+            if (at.bias) x += at.bias[c];
+            if (at.residual) x += get(at.residual + c);
+            put(at.y + c, x);
+        }
+    at.keep(s);
+}
+
+template <OutKind OUT, class RT> static SumWriter writer_for(int32_t gate, const SumRows &s) {
+    if (gate == PHLOEM_GATE_SILU) return write_rows<OUT, RT, PHLOEM_GATE_SILU, 1>;
+    if (gate == PHLOEM_GATE_GELU_TANH) return write_rows<OUT, RT, PHLOEM_GATE_GELU_TANH, 1>;
+    if (s.columns < s.panels * kPanel) return write_ragged<OUT, RT>;
+    return s.panels > 1 ? write_rows<OUT, RT, PHLOEM_GATE_NONE, 2>
+                        : write_rows<OUT, RT, PHLOEM_GATE_NONE, 1>;
+}
+template <OutKind OUT>
+static SumWriter writer_for(int32_t residual_dtype, int32_t gate, const SumRows &s) {
+    return residual_dtype == PHLOEM_F32 ? writer_for<OUT, float>(gate, s)
+                                        : writer_for<OUT, uint16_t>(gate, s);
+}
+
+// s.sums, tile_panel, row, panel and panels say where; the rest is filled in.
+static SumWriter write_sums(const GemmTask &task, SumRows &s) {
+    const int64_t column = (task.gate ? s.panel / 2 : s.panel) * kPanel;
+    const bool tiles = task.y_dtype == kTiles;
+    s.bias = task.w->bias ? task.w->bias + s.panel * kPanel : nullptr;
+    s.columns = imin(s.panels * kPanel, task.w->n - s.panel * kPanel);
+    s.y_step = tiles ? kBf16Depth : task.y_stride;
+    s.residual_step = task.residual_stride;
+    const int64_t k_blocks = tiles ? ceil_div(task.y_stride, kBf16Depth) : 0;
+    s.tile_step = (k_blocks - 1) * kTileElements;
+    const int64_t at = tiles ? tile_at(s.row, column, k_blocks) : s.row * task.y_stride + column;
+    s.y = (char *)task.y + at * dtype_bytes(task.y_dtype);
+    s.residual = task.residual;
+    if (s.residual)
+        s.residual = (const char *)s.residual + (s.row * task.residual_stride + column) *
+                                                    dtype_bytes(task.residual_dtype);
+    if (tiles) return writer_for<OUT_TILES>(task.residual_dtype, task.gate, s);
+    if (task.y_dtype == PHLOEM_F32) return writer_for<OUT_F32>(task.residual_dtype, task.gate, s);
+    return writer_for<OUT_BF16>(task.residual_dtype, task.gate, s);
+}
 
 struct Epilogue {
     const GemmTask &task;
@@ -54,54 +116,10 @@ struct Epilogue {
     // sums: up to 2 panels of rows of 16.
     void rows(const float *sums, int64_t row0, int64_t num_rows, int64_t panel,
               int64_t panels) const {
-        for (int64_t j = 0; j < panels; j += task.gate ? 2 : 1)
-            panel_rows(sums + j * tile_panel, row0, num_rows, panel + j);
-    }
-
-private:
-    void panel_rows(const float *sums, int64_t row0, int64_t num_rows, int64_t panel) const {
-        if (task.y_dtype == PHLOEM_F32) return residual_as<float>(sums, row0, num_rows, panel);
-        if (task.y_dtype != kTiles) return residual_as<uint16_t>(sums, row0, num_rows, panel);
-        while (num_rows > 0) {  // rows are evenly apart inside of a tile
-            const int64_t here = imin(16 - row0 % 16, num_rows);
-            residual_as<uint16_t>(sums, row0, here, panel);
-            sums += here * kPanel, row0 += here, num_rows -= here;
-        }
-    }
-    template <class YT>
-    void residual_as(const float *sums, int64_t row0, int64_t num_rows, int64_t panel) const {
-        if (task.residual_dtype == PHLOEM_F32) gate_as<YT, float>(sums, row0, num_rows, panel);
-        else gate_as<YT, uint16_t>(sums, row0, num_rows, panel);
-    }
-    template <class YT, class RT>
-    void gate_as(const float *sums, int64_t row0, int64_t num_rows, int64_t panel) const {
-        const float *bias = task.w->bias;
-        const int64_t column = (task.gate ? panel / 2 : panel) * kPanel;
-        const bool tiles = task.y_dtype == kTiles;
-        OutRows<YT, RT> out;
-        out.sums = sums;
-        out.up = sums + tile_panel;
-        out.bias = bias ? bias + panel * kPanel : bias;
-        out.up_bias = bias ? bias + (panel + 1) * kPanel : bias;
-        out.y = (YT *)task.y + (tiles ? tile_at(row0, column, ceil_div(task.y_stride, kBf16Depth))
-                                      : row0 * task.y_stride + column);
-        out.y_step = tiles ? kBf16Depth : task.y_stride;
-        out.residual = (const RT *)task.residual;
-        if (out.residual) out.residual += row0 * task.residual_stride + column;
-        out.residual_step = task.residual_stride;
-        out.rows = num_rows;
-        const int64_t n = task.w->n - panel * kPanel;
-        if (task.gate == PHLOEM_GATE_SILU) out.template write<PHLOEM_GATE_SILU>();
-        else if (task.gate) out.template write<PHLOEM_GATE_GELU_TANH>();
-        else if (n >= kPanel) out.template write<PHLOEM_GATE_NONE>();
-        else out.write_ragged(n);
+        SumRows s{sums, tile_panel, row0, panel, panels};
+        write_sums(task, s)(s, num_rows);
     }
 };
-
-static void write_sums(const GemmTask &task, const SumsBlock &block) {
-    Epilogue{task, block.tile_panel}.rows(block.sums, block.row0, block.rows, block.panel,
-                                          block.panels);
-}
 
 }  // namespace PHLOEM_NS
 }  // namespace phloem

@@ -16,11 +16,18 @@ struct GemmTask {
     const void *next;  // panels that this thread is likely to be given after these, or null
 };
 
-// Sums of up to two panels, tile_panel floats apart, rows of 16: from row0, `panel` on.
-struct SumsBlock {
+// Sums of up to two panels, tile_panel floats apart, rows of 16, from `row` and `panel` on; and, as
+// Kernels::write_sums fills it in, where they go.
+struct SumRows {
     const float *sums;
-    int64_t tile_panel, row0, rows, panel, panels;
+    int64_t tile_panel, row, panel, panels;
+    int64_t columns = 0, y_step = 0, residual_step = 0, tile_step = 0;
+    const float *bias = nullptr;
+    void *y = nullptr;
+    const void *residual = nullptr;
 };
+// Writes the next `count` rows.
+using SumWriter = void (*)(SumRows &rows, int64_t count);
 
 // The first page in a row's table; nothing of the row below `read_from` is read, nothing below
 // `write_from` is written.
@@ -66,7 +73,7 @@ struct Kernels {
     void (*round_tiles)(const void *x, int32_t dtype, int64_t x_stride, int64_t m, int64_t k,
                         uint16_t *out);
     // What gemm does with its sums, for kernels that compute nothing else.
-    void (*write_sums)(const GemmTask &task, const SumsBlock &block);
+    SumWriter (*write_sums)(const GemmTask &task, SumRows &rows);
     // y_dtype also kTiles
     void (*rmsnorm)(const void *x, void *residual, const float *w, void *y, int32_t dtype,
                     int32_t y_dtype, int64_t m, int64_t d, float eps);
