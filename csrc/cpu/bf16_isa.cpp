@@ -3,12 +3,11 @@
 //
 // The tile unit is compiled for AVX2, although every processor with tiles has AVX-512: so all of
 // its machine code but the tile instructions runs on the machines it is tested on
-// (csrc/tests/trap.cpp), and outside the tiles there is little to win.
+// (csrc/tests/trap.cpp). What there is to do outside the tiles, Kernels do.
 #if defined(PHLOEM_AMX)
 #include "amx.inl"
 #else
 #include "dot.inl"
-#endif
 
 namespace phloem {
 namespace PHLOEM_NS {
@@ -28,19 +27,22 @@ static void round_row(const void *x, int32_t dtype, int64_t k, uint16_t *out) {
 }
 
 }  // namespace PHLOEM_NS
+}  // namespace phloem
+#endif
 
+namespace phloem {
 extern const Bf16Kernels PHLOEM_BF16_TABLE;
 const Bf16Kernels PHLOEM_BF16_TABLE = {
-    PHLOEM_NS::round_row,
 #if defined(PHLOEM_AMX)
+    nullptr,
     PHLOEM_NS::amx_gemm,
     PHLOEM_NS::kMostRows,
-    8e5,
+    2.5e6,
 #else
+    PHLOEM_NS::round_row,
     PHLOEM_NS::dot_gemm,
     PHLOEM_NS::kDotRows,
     1.5e5,
 #endif
 };
-
 }  // namespace phloem

@@ -61,13 +61,35 @@ namespace phloem {
 int32_t fail(int32_t code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 int32_t check_weight(const phloem_weight &w);
+// Whether products with w are of tiles: then run_gemm takes kTiles as x_dtype, and as y_dtype if the
+// outputs are a multiple of kBf16Depth.
+static inline bool takes_tiles(const phloem_ctx &ctx, const phloem_weight &w) {
+    return ctx.bf16 && !ctx.bf16->round && w.format == PHLOEM_W_BF16;
+}
 // `window` of the layers that the batch is for: what a row reads must lie in its table.
 int32_t check_batch(const phloem_kv_layer &kv, const phloem_batch &batch, int32_t window);
+
+// f(first row, end) over m rows, at most `step` at once: to each thread its own, as products of many
+// rows cut them. `step` is a multiple of a tile's rows.
+template <class F> void over_own_rows(phloem_ctx &ctx, int64_t m, int64_t step, const F &f) {
+    constexpr int64_t kUnit = 2 * kTileRows;
+    const int64_t threads = ctx.pool.size(), blocks = ceil_div(m, kUnit);
+    if (m <= step) return f((int64_t)0, m);
+    ctx.pool.run_groups(ceil_div(ceil_div(blocks, threads) * kUnit, step),
+                        [&](int64_t group, int64_t i, int) {
+                            const int64_t first = blocks * group / threads * kUnit + i * step;
+                            int64_t end = blocks * (group + 1) / threads * kUnit;
+                            end = end < m ? end : m;
+                            if (first < end) f(first, first + step < end ? first + step : end);
+                        });
+}
 
 // Unchecked bodies, shared by the C calls and the layer.
 void run_gemm(phloem_ctx &ctx, const phloem_gemm_args &args);
 void run_rmsnorm(phloem_ctx &ctx, const void *x, void *residual, const float *w, void *y,
                  int32_t dtype, int32_t y_dtype, int64_t m, int64_t d, float eps);
+void run_rmsnorm_tiles(phloem_ctx &ctx, const void *x, const float *w, uint16_t *y, int32_t dtype,
+                       int64_t m, int64_t d, float eps);
 void run_rmsnorm_add(phloem_ctx &ctx, const float *x, const float *w, void *y, int32_t y_dtype,
                      int64_t m, int64_t d, float eps);
 void run_rope(phloem_ctx &ctx, const phloem_rope_args &args, const phloem_kv_layer &kv,

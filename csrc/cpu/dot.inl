@@ -74,7 +74,7 @@ PHLOEM_INLINE void micro_dot_rows(int64_t rows, const uint16_t *x, int64_t x_str
     micro_dot<MR, NP>(x, x_stride, w, w_panel, pairs, out, kDotRows * kPanel);
 }
 
-static void dot_gemm(const GemmTask &task, const uint16_t *x, int64_t x_stride) {
+static void dot_gemm(const Kernels &, const GemmTask &task, const uint16_t *x, int64_t x_stride) {
     const int64_t pairs = ceil_div(task.w->k, 2), w_panel = panel_bytes(PHLOEM_W_BF16, task.w->k) / 2;
     const int64_t tile_panel = kDotRows * kPanel;
     const Epilogue epilogue{task, tile_panel};

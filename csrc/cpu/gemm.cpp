@@ -13,6 +13,10 @@ constexpr int64_t kManyRows = 256;      // from here on tasks cut rows too
 constexpr int64_t kRowsCacheBytes = 192 << 10;  // activations of a task, in L2
 constexpr int64_t kLeastRows = 96;      // of a task, or a panel is read for too few of them
 constexpr int64_t kAloneElements = 4096;        // activations converted by the caller alone
+// Of products with tiles.
+constexpr int64_t kTileRowsBytes = 800 << 10;  // activations of a task, in L2 beside panels
+constexpr int64_t kOwnRows = 96;               // of a thread: fewer, and W is what takes longest
+constexpr int64_t kLeastTileRows = 160;        // or panels are read faster than memory gives them
 
 double weight_bytes(const phloem_weight &w) {
     if (is_blocks(w.format))
@@ -31,13 +35,16 @@ struct Gemm {
 
     // Whether activations become bf16.
     bool rounds() const { return ctx.bf16 && w.format == PHLOEM_W_BF16; }
+    bool tiles() const { return takes_tiles(ctx, w); }
 
     GemmTask task(const float *x, int64_t x_stride, int64_t row0, int64_t rows) const {
         GemmTask t{};
         t.x = x;
         t.x_stride = x_stride;
         t.w = &w;
-        t.y = (char *)args.y + row0 * args.y_stride * dtype_bytes(args.y_dtype);
+        if (args.y_dtype == kTiles)
+            t.y = (uint16_t *)args.y + tile_at(row0, 0, ceil_div(args.y_stride, kBf16Depth));
+        else t.y = (char *)args.y + row0 * args.y_stride * dtype_bytes(args.y_dtype);
         if (args.residual)
             t.residual = (const char *)args.residual +
                          row0 * args.residual_stride * dtype_bytes(args.residual_dtype);
@@ -50,26 +57,30 @@ struct Gemm {
         return t;
     }
 
-    // Panel pairs of one task: it takes about kTaskUs, or less if all threads then end together.
-    int64_t pairs_per_task() const {
+    // Panel pairs of one task of m rows: it takes about kTaskUs, or less if all threads then end
+    // together.
+    int64_t pairs_per_task(int64_t m) const {
         const double flops_per_us = rounds() ? ctx.bf16->flops_per_us : kFlopsPerUs;
         const double columns = 2.0 * kPanelColumns * w.k;
         const double us = columns * weight_bytes(w) / kBytesPerUs +
-                          columns * 2.0 * (args.m - 1) / flops_per_us;
+                          columns * 2.0 * (m - 1) / flops_per_us;
         const int64_t pairs = ceil_div(panels, 2), threads = ctx.pool.size();
         int64_t best = std::max<int64_t>(1, (int64_t)(kTaskUs / us));
         const auto longest = [&](int64_t step) {  // of a thread's shares, in pairs
             return ceil_div(ceil_div(pairs, step), threads) * step;
         };
-        const int64_t unit = args.m == 1 ? 2 : 1;  // one row passes over four panels at once
+        const int64_t unit = m <= wide_rows() ? 2 : 1;
         for (int64_t step = std::min(best, pairs) / unit * unit;
              step > 0 && step * us >= kLeastTaskUs; step -= unit)
             if (longest(step) < longest(best)) best = step;
         return best;
     }
 
+    // So many rows pass over four panels at once.
+    int64_t wide_rows() const { return tiles() ? kTileRows : 1; }
+
     template <class F> void over_panels(const F &f) const {
-        const int64_t step = 2 * pairs_per_task();
+        const int64_t step = 2 * pairs_per_task(args.m);
         ctx.pool.run(ceil_div(panels, step), [&](int64_t i, int thread) {
             f(i * step, std::min(panels, (i + 1) * step), thread);
         });
@@ -177,7 +188,7 @@ struct Gemm {
             GemmTask t = task(nullptr, 0, 0, args.m);
             t.panel0 = p0;
             t.panel1 = p1;
-            ctx.bf16->gemm(t, from, stride);
+            ctx.bf16->gemm(*ctx.kernels, t, from, stride);
         });
     }
 
@@ -193,7 +204,61 @@ struct Gemm {
                            &stride);
             GemmTask t = task(nullptr, 0, row0, n);
             t.panel1 = panels;
-            ctx.bf16->gemm(t, x, stride);
+            ctx.bf16->gemm(*ctx.kernels, t, x, stride);
+        });
+    }
+
+    // Rows row0 ... end - 1 (whole tiles) of x as tiles.
+    void round_tiles(int64_t row0, int64_t end, uint16_t *x) const {
+        if (row0 >= end) return;
+        const char *from = (const char *)args.x + row0 * args.x_stride * dtype_bytes(args.x_dtype);
+        ctx.kernels->round_tiles(from, args.x_dtype, args.x_stride, end - row0, w.k,
+                                 x + tile_at(row0, 0, ceil_div(w.k, kBf16Depth)));
+    }
+
+    // All rows as tiles.
+    const uint16_t *rows_tiled() const {
+        if (args.x_dtype == kTiles) return (const uint16_t *)args.x;
+        uint16_t *x = ctx.xq.get<uint16_t>(tiles_size(args.m, w.k));
+        const int64_t step = std::max<int64_t>(1, kAloneElements / w.k / kTileRows) * kTileRows;
+        over_own_rows(ctx, args.m, step,
+                      [&](int64_t row0, int64_t end) { round_tiles(row0, end, x); });
+        return x;
+    }
+
+    void multiply(const uint16_t *x, int64_t row0, int64_t end, int64_t pair0, int64_t pair1) const {
+        if (row0 >= end || pair0 >= pair1) return;
+        GemmTask t = task(nullptr, 0, row0, end - row0);
+        t.panel0 = 2 * pair0;
+        t.panel1 = std::min(panels, 2 * pair1);
+        if (t.panel1 + 2 <= panels)
+            t.next = (const char *)w.data + t.panel1 * panel_bytes(w.format, w.k);
+        ctx.bf16->gemm(*ctx.kernels, t, x + tile_at(row0, 0, ceil_div(w.k, kBf16Depth)), 0);
+    }
+
+    // Many rows: each thread has its own, the same ones in all products, in parts whose tiles stay
+    // in the cache. Few rows: it has its own panels.
+    void over_tiles() const {
+        const uint16_t *x = rows_tiled();
+        const int64_t pairs = ceil_div(panels, 2), threads = ctx.pool.size();
+        if (args.m < kOwnRows * threads) {
+            const int64_t step = pairs_per_task(args.m), mine = ceil_div(pairs, threads);
+            const int64_t cuts = ceil_div(mine, step);
+            ctx.pool.run_groups(cuts, [&](int64_t group, int64_t i, int) {
+                const int64_t first = group * mine, end = std::min(pairs, first + mine);
+                multiply(x, 0, args.m, first + i * step, std::min(end, first + (i + 1) * step));
+            });
+            return;
+        }
+        const int64_t most = std::max(kLeastTileRows, kTileRowsBytes / (2 * w.k));
+        const int64_t parts = ceil_div(args.m, threads * most), all = threads * parts;
+        const int64_t step = pairs_per_task(ceil_div(args.m, all)), cuts = ceil_div(pairs, step);
+        const int64_t unit = ctx.bf16->rows_per_tile, blocks = ceil_div(args.m, unit);
+        ctx.pool.run_groups(parts * cuts, [&](int64_t group, int64_t i, int) {
+            const int64_t part = group * parts + i / cuts, pair = i % cuts * step;
+            multiply(x, blocks * part / all * unit,
+                     std::min(args.m, blocks * (part + 1) / all * unit), pair,
+                     std::min(pairs, pair + step));
         });
     }
 
@@ -248,7 +313,8 @@ int32_t check_weight(const phloem_weight &w) {
 void run_gemm(phloem_ctx &ctx, const phloem_gemm_args &args) {
     const Gemm gemm(ctx, args);
     const bool blocks = is_blocks(args.w->format), few = args.m < kManyRows;
-    if (gemm.rounds() && few) gemm.few_rows_bf16();
+    if (gemm.tiles()) gemm.over_tiles();
+    else if (gemm.rounds() && few) gemm.few_rows_bf16();
     else if (gemm.rounds()) gemm.many_rows_bf16();
     else if (blocks && few) gemm.few_rows_blocks();
     else if (blocks) gemm.many_rows_blocks();

@@ -8,6 +8,7 @@
 // Every output is one chain of multiply-adds in the order of k, whatever m is: a row's result does
 // not depend on the rows beside it (batch-invariant), to the last bit.
 #pragma once
+#include "epilogue.inl"
 #include "kernels.h"
 #include "simd.h"
 
@@ -100,70 +101,6 @@ PHLOEM_INLINE void micro_rows(int64_t rows, const float *a, int64_t a_stride, co
     }
     micro<WT, MR, NP, A, ADD>(a, a_stride, b, b_panel, k, c, c_stride, c_panel);
 }
-
-struct Epilogue {
-    const GemmTask &task;
-    int64_t tile_panel = kMR * kPanel;  // from one panel of sums to the next
-
-    // Columns that the panel has of the n that exist.
-    int64_t width(int64_t panel) const {
-        return imin<int64_t>(kPanel, task.w->n - panel * kPanel);
-    }
-    void finish(float *tile, int64_t panel) const {
-        const float *bias = task.w->bias;
-        int64_t n = width(panel);
-        for (int64_t c = 0; bias && c < n; ++c) tile[c] += bias[panel * kPanel + c];
-    }
-    template <class YT, class RT>
-    void write(const float *tile, YT *y, const RT *residual, int64_t n) const {
-        if (n == kPanel) {
-            for (int v = 0; v < NV; ++v) {
-                vf t = load(tile + v * W);
-                if (residual) t += load(residual + v * W);
-                store(y + v * W, t);
-            }
-            return;
-        }
-        for (int64_t c = 0; c < n; ++c) put(y + c, tile[c] + (residual ? get(residual + c) : 0.0f));
-    }
-    template <class YT> void write_row(const float *tile, int64_t row, int64_t column, int64_t n) const {
-        YT *y = (YT *)task.y + row * task.y_stride + column;
-        int64_t at = row * task.residual_stride + column;
-        if (task.residual_dtype == PHLOEM_F32) {
-            const float *r = (const float *)task.residual;
-            write(tile, y, r ? r + at : r, n);
-        } else {
-            const uint16_t *r = (const uint16_t *)task.residual;
-            write(tile, y, r ? r + at : r, n);
-        }
-    }
-    void row(const float *tile, int64_t row, int64_t column, int64_t n) const {
-        if (task.y_dtype == PHLOEM_F32) write_row<float>(tile, row, column, n);
-        else write_row<uint16_t>(tile, row, column, n);
-    }
-    // tiles: up to 2 panels of rows of 16
-    void rows(float *tiles, int64_t row0, int64_t num_rows, int64_t panel, int64_t panels) const {
-        for (int64_t i = 0; i < num_rows; ++i) {
-            float *first = tiles + i * kPanel, *second = first + tile_panel;
-            finish(first, panel);
-            if (panels > 1) finish(second, panel + 1);
-            if (task.gate == PHLOEM_GATE_SILU) {
-                for (int v = 0; v < NV; ++v)
-                    store(first + v * W, vsilu(load(first + v * W)) * load(second + v * W));
-                row(first, row0 + i, panel / 2 * kPanel, kPanel);
-                continue;
-            }
-            if (task.gate == PHLOEM_GATE_GELU_TANH) {
-                for (int v = 0; v < NV; ++v)
-                    store(first + v * W, vgelu_tanh(load(first + v * W)) * load(second + v * W));
-                row(first, row0 + i, panel / 2 * kPanel, kPanel);
-                continue;
-            }
-            row(first, row0 + i, panel * kPanel, width(panel));
-            if (panels > 1) row(second, row0 + i, (panel + 1) * kPanel, width(panel + 1));
-        }
-    }
-};
 
 // One row has few independent sums in a panel: four panels at a time hide the adders' latency.
 constexpr int kWide = 4;

@@ -12,8 +12,22 @@ struct GemmTask {
     void *y;
     const void *residual;
     int64_t m, x_stride, y_stride, residual_stride, panel0, panel1;
-    int32_t y_dtype, residual_dtype, gate;
+    int32_t y_dtype, residual_dtype, gate;  // y_dtype also kTiles
+    const void *next;  // panels that this thread is likely to be given after these, or null
 };
+
+// Sums of up to two panels, tile_panel floats apart, rows of 16, from `row` and `panel` on; and, as
+// Kernels::write_sums fills it in, where they go.
+struct SumRows {
+    const float *sums;
+    int64_t tile_panel, row, panel, panels;
+    int64_t columns = 0, y_step = 0, residual_step = 0, tile_step = 0;
+    const float *bias = nullptr;
+    void *y = nullptr;
+    const void *residual = nullptr;
+};
+// Writes the next `count` rows.
+using SumWriter = void (*)(SumRows &rows, int64_t count);
 
 // The first page in a row's table; nothing of the row below `read_from` is read, nothing below
 // `write_from` is written.
@@ -55,6 +69,12 @@ struct Kernels {
     void (*gemm_blocks)(const GemmTask &task, const void *xq);
     // Activations as 16-bit integers per block of 32, for gemm_blocks.
     void (*quantize_x)(const float *x, int64_t k, void *xq);
+    // Rows of x as tiles of bf16, see tile_at.
+    void (*round_tiles)(const void *x, int32_t dtype, int64_t x_stride, int64_t m, int64_t k,
+                        uint16_t *out);
+    // What gemm does with its sums, for kernels that compute nothing else.
+    SumWriter (*write_sums)(const GemmTask &task, SumRows &rows);
+    // y_dtype also kTiles
     void (*rmsnorm)(const void *x, void *residual, const float *w, void *y, int32_t dtype,
                     int32_t y_dtype, int64_t m, int64_t d, float eps);
     // y += norm(x) * w
@@ -95,6 +115,17 @@ constexpr int64_t kBlockWeights = 32;
 constexpr int64_t kBf16Depth = 32;  // of k in one AMX tile; bf16 panels are padded to it
 // static: every unit keeps the copy that was compiled with its own flags.
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Activations as tiles: 16 rows by 32 of k, 1 KiB, one after another along k. Where row and k lie.
+constexpr int64_t kTileRows = 16, kTileElements = kTileRows * kBf16Depth;
+static inline int64_t tile_at(int64_t row, int64_t k, int64_t k_blocks) {
+    return (row / kTileRows * k_blocks + k / kBf16Depth) * kTileElements +
+           row % kTileRows * kBf16Depth + k % kBf16Depth;
+}
+static inline int64_t tiles_size(int64_t m, int64_t k) {
+    return ceil_div(m, kTileRows) * ceil_div(k, kBf16Depth) * kTileElements;
+}
+// Inside of the library a dtype, too: bf16 as tiles; the stride is then k.
+constexpr int32_t kTiles = 100;
 static inline int64_t dtype_bytes(int32_t dtype) { return dtype == PHLOEM_F32 ? 4 : 2; }
 static inline bool is_blocks(int32_t format) { return format >= PHLOEM_W_Q8_0; }
 // 16 columns by 32 of k, see blocks.inl.

@@ -5,6 +5,7 @@
 #include "gemm.inl"
 #include "latent.inl"
 #include "pointwise.inl"
+#include "round_tiles.inl"
 
 namespace phloem {
 extern const Kernels PHLOEM_TABLE;
@@ -13,6 +14,8 @@ const Kernels PHLOEM_TABLE = {
     PHLOEM_NS::gemm,
     PHLOEM_NS::gemm_blocks,
     PHLOEM_NS::quantize_x,
+    PHLOEM_NS::round_tiles,
+    PHLOEM_NS::write_sums,
     PHLOEM_NS::rmsnorm,
     PHLOEM_NS::rmsnorm_add,
     PHLOEM_NS::silu_mul,

@@ -5,7 +5,8 @@
 //
 // With post norms, what o and down give passes through a norm on its way to hidden.
 //
-// Between the steps everything is f32 in the workspace; `hidden` keeps the model's dtype. Large
+// Between the steps everything is f32 in the workspace, or tiles where they are what a product takes
+// and all it is for; `hidden` keeps the model's dtype. Large
 // batches pass in chunks of rows, so that the workspace stays small; attention sees them whole.
 #include <algorithm>
 #include <exception>
@@ -32,36 +33,58 @@ struct Layer {
         return hidden + row * layer.hidden * dtype_bytes(dtype);
     }
 
-    const float *norm(int64_t row, int64_t rows, const float *weight) const {
-        float *out = ctx.normed.get<float>(rows * layer.hidden);
-        run_rmsnorm(ctx, hidden_row(row), nullptr, weight, out, dtype, PHLOEM_F32, rows,
-                    layer.hidden, layer.norm_eps);
-        return out;
+    // What products multiply.
+    struct Rows {
+        const void *data;
+        int32_t dtype;
+        int64_t stride;
+    };
+
+    // For a product with w.
+    Rows norm(int64_t row, int64_t rows, const float *weight, const phloem_weight &w) const {
+        const int64_t d = layer.hidden;
+        if (takes_tiles(ctx, w)) {
+            uint16_t *out = ctx.normed.get<uint16_t>(tiles_size(rows, d));
+            run_rmsnorm_tiles(ctx, hidden_row(row), weight, out, dtype, rows, d, layer.norm_eps);
+            return {out, kTiles, d};
+        }
+        float *out = ctx.normed.get<float>(rows * d);
+        run_rmsnorm(ctx, hidden_row(row), nullptr, weight, out, dtype, PHLOEM_F32, rows, d,
+                    layer.norm_eps);
+        return {out, PHLOEM_F32, d};
     }
 
-    void to_workspace(const float *x, const phloem_weight &w, int64_t m, float *y, int32_t gate) const {
+    static phloem_gemm_args product(const Rows &x, const phloem_weight &w, int64_t m) {
         phloem_gemm_args args{};
-        args.x = x;
-        args.x_stride = w.k;
-        args.y = y;
-        args.y_stride = gate ? w.n / 2 : w.n;
+        args.x = x.data;
+        args.x_stride = x.stride;
+        args.x_dtype = x.dtype;
         args.w = &w;
         args.m = m;
-        args.gate = gate;
-        run_gemm(ctx, args);
+        return args;
     }
 
-    void to_hidden(const float *x, int64_t x_stride, const phloem_weight &w,
-                   const float *post_norm, int64_t row, int64_t rows) const {
-        phloem_gemm_args args{};
-        args.x = x;
-        args.x_stride = x_stride;
+    Rows activation(const Rows &x, int64_t m) const {
+        const int64_t inner = layer.down.k;
+        const bool tiles = takes_tiles(ctx, layer.gate_up) && takes_tiles(ctx, layer.down) &&
+                           inner % kBf16Depth == 0;
+        phloem_gemm_args args = product(x, layer.gate_up, m);
+        args.y = tiles ? (void *)ctx.activation.get<uint16_t>(tiles_size(m, inner))
+                       : (void *)ctx.activation.get<float>(m * inner);
+        args.y_dtype = tiles ? kTiles : (int32_t)PHLOEM_F32;
+        args.y_stride = inner;
+        args.gate = layer.gate;
+        run_gemm(ctx, args);
+        return {args.y, args.y_dtype, inner};
+    }
+
+    void to_hidden(const Rows &x, const phloem_weight &w, const float *post_norm, int64_t row,
+                   int64_t rows) const {
+        phloem_gemm_args args = product(x, w, rows);
         if (post_norm) {  // `normed` is free: x is not in it
             float *out = ctx.normed.get<float>(rows * layer.hidden);
             args.y = out;
             args.y_stride = layer.hidden;
-            args.w = &w;
-            args.m = rows;
             run_gemm(ctx, args);
             run_rmsnorm_add(ctx, out, post_norm, hidden_row(row), dtype, rows, layer.hidden,
                             layer.norm_eps);
@@ -71,8 +94,6 @@ struct Layer {
         args.residual = args.y;
         args.y_stride = args.residual_stride = layer.hidden;
         args.y_dtype = args.residual_dtype = dtype;
-        args.w = &w;
-        args.m = rows;
         run_gemm(ctx, args);
     }
 
@@ -112,20 +133,22 @@ struct Layer {
 
     void project() const {
         chunks([&](int64_t row, int64_t rows) {
-            to_workspace(norm(row, rows, layer.attn_norm), layer.qkv, rows, qkv + row * qkv_dim,
-                         PHLOEM_GATE_NONE);
+            phloem_gemm_args args =
+                product(norm(row, rows, layer.attn_norm, layer.qkv), layer.qkv, rows);
+            args.y = qkv + row * qkv_dim;
+            args.y_stride = qkv_dim;
+            run_gemm(ctx, args);
         });
         rope_and_write();
     }
 
     void output() const {
         chunks([&](int64_t row, int64_t rows) {
-            to_hidden(qkv + row * qkv_dim, qkv_dim, layer.o, layer.post_attn_norm, row, rows);
-            const int64_t inner = layer.down.k;
-            float *act = ctx.activation.get<float>(rows * inner);
-            to_workspace(norm(row, rows, layer.mlp_norm), layer.gate_up, rows, act,
-                         layer.gate);
-            to_hidden(act, inner, layer.down, layer.post_mlp_norm, row, rows);
+            to_hidden({qkv + row * qkv_dim, PHLOEM_F32, qkv_dim}, layer.o, layer.post_attn_norm,
+                      row, rows);
+            const Rows inner =
+                activation(norm(row, rows, layer.mlp_norm, layer.gate_up), rows);
+            to_hidden(inner, layer.down, layer.post_mlp_norm, row, rows);
         });
     }
 };

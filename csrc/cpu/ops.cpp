@@ -81,6 +81,16 @@ void run_rmsnorm(phloem_ctx &ctx, const void *x, void *residual, const float *w,
     });
 }
 
+void run_rmsnorm_tiles(phloem_ctx &ctx, const void *x, const float *w, uint16_t *y, int32_t dtype,
+                       int64_t m, int64_t d, float eps) {
+    const int64_t step = std::max<int64_t>(1, kTaskElements / d / kTileRows) * kTileRows;
+    over_own_rows(ctx, m, step, [&](int64_t row, int64_t end) {
+        ctx.kernels->rmsnorm(advance(x, row * d, dtype), nullptr, w,
+                             y + tile_at(row, 0, ceil_div(d, kBf16Depth)), dtype, kTiles,
+                             end - row, d, eps);
+    });
+}
+
 void run_rmsnorm_add(phloem_ctx &ctx, const float *x, const float *w, void *y, int32_t y_dtype,
                      int64_t m, int64_t d, float eps) {
     over_rows(ctx, m, d, [&](int64_t row, int64_t rows) {

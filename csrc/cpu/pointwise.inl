@@ -36,6 +36,17 @@ static void norm_row(const T *x, const float *w, YT *y, int64_t d, float eps) {
     for (; i < d; ++i) put(y + i, get(x + i) * scale * w[i]);
 }
 
+// The same into a row of tiles, one from the next kTileElements apart.
+template <class T>
+static void norm_tiles(const T *x, const float *w, uint16_t *y, int64_t d, float eps) {
+    const float scale = 1.0f / sqrtf(mean_square(x, d) + eps);
+    int64_t i = 0;
+    const auto at = [&] { return y + i / kBf16Depth * kTileElements + i % kBf16Depth; };
+    for (; i + W <= d; i += W) store(at(), load(x + i) * scale * load(w + i));
+    for (; i < d; ++i) put(at(), get(x + i) * scale * w[i]);
+    for (; i % kBf16Depth; ++i) *at() = 0;
+}
+
 template <class T>
 static void rmsnorm_rows(const T *x, T *residual, const float *w, void *y, int32_t y_dtype,
                          int64_t m, int64_t d, float eps) {
@@ -49,6 +60,8 @@ static void rmsnorm_rows(const T *x, T *residual, const float *w, void *y, int32
             in = r;
         }
         if (y_dtype == PHLOEM_F32) norm_row(in, w, (float *)y + row * d, d, eps);
+        else if (y_dtype == kTiles)
+            norm_tiles(in, w, (uint16_t *)y + tile_at(row, 0, ceil_div(d, kBf16Depth)), d, eps);
         else norm_row(in, w, (uint16_t *)y + row * d, d, eps);
     }
 }

@@ -60,7 +60,7 @@ void wake(std::atomic<uint32_t> &) {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int num_threads) {
+ThreadPool::ThreadPool(int num_threads) : counters_(num_threads) {
     for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this, i] { work(i); });
 }
 

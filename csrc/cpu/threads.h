@@ -29,7 +29,25 @@ public:
         run_job(n, [](const void *arg, int64_t i, int t) { (*(const F *)arg)(i, t); }, &f);
     }
 
+    // f(group, index, thread) for every index below n of every group below size(). A thread starts
+    // with the group of its own number, then helps the others: what it had in its cache after one
+    // run it finds there in the next.
+    template <class F> void run_groups(int64_t n, const F &f) {
+        const int groups = size();
+        for (Counter &counter : counters_) counter.next.store(0, std::memory_order_relaxed);
+        run(groups, [&](int64_t, int thread) {
+            for (int g = thread; g < thread + groups; ++g) {
+                std::atomic<int64_t> &next = counters_[g % groups].next;
+                for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;)
+                    f((int64_t)(g % groups), i, thread);
+            }
+        });
+    }
+
 private:
+    struct alignas(64) Counter {
+        std::atomic<int64_t> next{0};
+    };
     using Function = void (*)(const void *arg, int64_t index, int thread);
 
     void run_job(int64_t n, Function function, const void *arg);
@@ -47,6 +65,7 @@ private:
     std::atomic<uint32_t> sleepers_{0};
     std::atomic<bool> caller_sleeps_{false};
     std::atomic<bool> stop_{false};
+    std::vector<Counter> counters_;  // of run_groups
     std::vector<std::thread> workers_;
 };
 

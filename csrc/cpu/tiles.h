@@ -7,12 +7,13 @@
 //
 // PHLOEM_EMULATE: the same functions in plain C++, for tests.
 #pragma once
+#include "kernels.h"
 #include "simd.h"
 
 namespace phloem {
 namespace PHLOEM_NS {
 
-constexpr int kTileRows = 16, kTileBytes = 64;
+constexpr int kTileBytes = 64;  // of a row; there are kTileRows of them
 
 // What ldtilecfg reads, palette 1.
 struct alignas(64) TileConfig {
@@ -39,6 +40,11 @@ PHLOEM_INLINE void tiles_end() { __asm__ volatile("tilerelease"); }
 template <int T> PHLOEM_INLINE void tile_zero() { __asm__ volatile("tilezero %%tmm%c0" ::"i"(T)); }
 template <int T> PHLOEM_INLINE void tile_load(const void *base, int64_t stride_bytes) {
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(base), "r"(stride_bytes), "i"(T)
+                     : "memory");
+}
+// The same of what is read once: it pushes less out of the first cache.
+template <int T> PHLOEM_INLINE void tile_load_once(const void *base, int64_t stride_bytes) {
+    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(base), "r"(stride_bytes), "i"(T)
                      : "memory");
 }
 template <int T> PHLOEM_INLINE void tile_store(void *base, int64_t stride_bytes) {

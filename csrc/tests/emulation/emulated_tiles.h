@@ -105,6 +105,9 @@ template <int T> static inline void tile_zero() { emulated_zero(T); }
 template <int T> static inline void tile_load(const void *base, int64_t stride_bytes) {
     emulated_load(T, base, stride_bytes);
 }
+template <int T> static inline void tile_load_once(const void *base, int64_t stride_bytes) {
+    emulated_load(T, base, stride_bytes);
+}
 template <int T> static inline void tile_store(void *base, int64_t stride_bytes) {
     emulated_store(T, base, stride_bytes);
 }
