@@ -15,7 +15,7 @@ constexpr int64_t kLeastRows = 96;      // of a task, or a panel is read for too
 constexpr int64_t kAloneElements = 4096;        // activations converted by the caller alone
 // Of products with tiles.
 constexpr int64_t kTileRowsBytes = 800 << 10;  // activations of a task, in L2 beside panels
-constexpr int64_t kOwnRows = 96;               // of a thread: fewer, and W is what takes longest
+constexpr int64_t kOwnRows = 256;              // of a thread: with fewer, reading all of W takes longer
 constexpr int64_t kLeastTileRows = 160;        // or panels are read faster than memory gives them
 
 double weight_bytes(const phloem_weight &w) {

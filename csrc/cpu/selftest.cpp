@@ -132,7 +132,7 @@ public:
                 }
         for (int32_t gate : {PHLOEM_GATE_SILU, PHLOEM_GATE_GELU_TANH})
             for (int m : {1, 20, 37}) gated(gate, m);
-        for (int m : {2, 15, 16, 31, 32, 33, 70, 290}) rows_alone(m);
+        for (int m : {2, 15, 16, 31, 32, 33, 70, 290, 600}) rows_alone(m);
         for (int32_t dtype : {PHLOEM_F32, PHLOEM_BF16}) {
             layer(dtype, 0, false);
             layer(dtype, 7, true);
