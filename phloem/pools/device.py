@@ -20,6 +20,7 @@ from phloem.core.refs import PageRef, PageRefs, flat_slots
 from phloem.kernels import KVBuffer, make_codec
 from phloem.kernels.codec import torch_dtype
 from phloem.kv.layout import PageLayout
+from phloem.pools.ahead import populate
 
 __all__ = ["DevicePool", "torch_dtype"]
 
@@ -117,10 +118,11 @@ class DevicePool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on a CPU as untouched memory, so that a page costs memory from its first use on."""
+    """Zeros; on a CPU untouched memory but for what is populated ahead."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
     raw = np.zeros(size + _ALIGNMENT, dtype=np.uint8)  # calloc; torch's is a memset
+    populate(raw)
     start = -raw.ctypes.data % _ALIGNMENT
     return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
