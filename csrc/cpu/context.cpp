@@ -12,7 +12,7 @@ namespace {
 
 thread_local char error_text[256];
 
-// Beyond this one nothing has run on a real machine: whoever wants more runs phloem_self_test first.
+// Whoever wants more runs phloem_self_test first.
 constexpr int32_t kBestProvenIsa = PHLOEM_ISA_AVX2;
 
 }  // namespace
