@@ -120,23 +120,5 @@ static void amx_load_values(const AmxRows &rows, int64_t value_at, const AmxScra
     }
 }
 
-// The rows of the block after this one, asked for while this one is multiplied.
-struct AmxAhead {
-    const AmxRows &rows;
-    int64_t row_bytes, value_at, value_bytes, step, next = 0;
-
-    AmxAhead(const phloem_kv_layer &kv, const AmxRows &later, int64_t times)
-        : rows(later), row_bytes(2 * kv.head_dim), value_at(2 * kv.kv_stride),
-          value_bytes(2 * value_dim(kv)), step(ceil_div(kAmxBlock, times)) {}
-    void ask() {
-        for (int64_t i = 0; i < step && next < rows.n; ++i, ++next) {
-            const char *row = (const char *)rows.at[next];
-            if (!row) continue;
-            TileAhead::lines(row, row_bytes);
-            TileAhead::lines(row + value_at, value_bytes);
-        }
-    }
-};
-
 }  // namespace PHLOEM_NS
 }  // namespace phloem

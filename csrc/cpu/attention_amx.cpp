@@ -279,15 +279,13 @@ struct AmxPanel {
 // A tile cannot be loaded before what was just stored there has left for the cache: so between two
 // things that happen to a panel, something happens to others.
 static void amx_block(const AttentionCall &call, const AmxScratch &t, const AmxRows &rows,
-                      const AmxRows &later, int64_t read_from) {
-    AmxAhead ahead(call.kv, later, t.rp);
+                      int64_t read_from) {
     const auto panel = [&](int64_t p) { return AmxPanel(call, t, p, rows, read_from); };
     panel(0).score(t);
     for (int64_t p = 0; p <= t.rp; ++p) {
         if (p + 1 < t.rp) panel(p + 1).score(t);
         if (p > 0) panel(p - 1).add(t);
         if (p < t.rp) panel(p).weigh(call, t);
-        ahead.ask();
     }
 }
 
@@ -305,17 +303,13 @@ static void amx_tile(const AttentionCall &call, const TileItem &item, float *o, 
         config.rows[i] = kTileRows;
     }
     tiles_begin(config);
-    AmxRows blocks[2], *rows = &blocks[0], *later = &blocks[1];
+    AmxRows rows;
     // Blocks lie at multiples of kAmxBlock: a query's sums do not depend on how its row is chunked.
-    rows->find(reader, item.t0 / kAmxBlock * kAmxBlock, item);
-    while (rows->n > 0) {
-        later->find(reader, rows->t0 + kAmxBlock, item);
-        amx_load_keys(*rows, t);
-        amx_load_values(*rows, call.kv.kv_stride, t);
-        amx_block(call, t, *rows, *later, read_from);
-        AmxRows *done = rows;
-        rows = later;
-        later = done;
+    for (int64_t block = item.t0 / kAmxBlock * kAmxBlock; block < item.t1; block += kAmxBlock) {
+        rows.find(reader, block, item);
+        amx_load_keys(rows, t);
+        amx_load_values(rows, call.kv.kv_stride, t);
+        amx_block(call, t, rows, read_from);
     }
     tiles_end();
     tile_results(call, item, group, t, o, ml);
