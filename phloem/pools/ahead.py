@@ -16,7 +16,7 @@ import numpy.typing as npt
 __all__ = ["MOST_BYTES", "populate"]
 
 # So much at most: the rest costs memory from its first use on.
-MOST_BYTES = 512 << 20
+MOST_BYTES = 1 << 30
 _LEAST_BYTES = 16 << 20  # less is soon touched
 _STEP_BYTES = 8 << 20  # whoever maps memory meanwhile waits for a step
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: contents stay as they are

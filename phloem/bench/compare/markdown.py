@@ -71,7 +71,7 @@ def write_report(
     kept = [other for other in beside if other["command"] != command]
     document = {"bench": "compare", "runs": [*kept, run]}
     Path(stem + ".json").write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    Path(stem + ".md").write_text(render(document))
+    Path(stem + ".md").write_text(render(document, Path(stem).name))
 
 
 def saved_runs(stem: str) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ def saved_runs(stem: str) -> list[dict[str, Any]]:
         return []
     try:
         document = json.loads(path.read_text())
-        render(document)  # what lacks something would fail there after the whole run
+        render(document, path.stem)  # what lacks something would fail there after the whole run
         runs: list[dict[str, Any]] = document["runs"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise ConfigError(
@@ -90,13 +90,13 @@ def saved_runs(stem: str) -> list[dict[str, Any]]:
     return runs
 
 
-def render(document: Mapping[str, Any]) -> str:
-    """The whole page of a document {"runs": [...]}, the oldest first."""
+def render(document: Mapping[str, Any], name: str) -> str:
+    """The whole page of a document {"runs": [...]}, the oldest first, that lies in `name`.json."""
     runs = document["runs"]
     lines = [
         "# Benchmarks",
         "",
-        "Written by the commands below; the document: [benchmarks.json](benchmarks.json).",
+        f"Written by the commands below; the document: [{name}.json]({name}.json).",
         "",
         *_ratio_table(runs),
         *_missing(runs),
